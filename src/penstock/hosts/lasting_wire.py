@@ -1,17 +1,18 @@
 """A wire between head and agent that outlasts its connection.
 
 Each side keeps a message until the other side acknowledges it, and counts the messages that it receives. When
-the connection breaks and the worker has joined again, both sides send what the other one lacks: the processes
-on the worker's host run on as if nothing had happened.
+the connection breaks and the agent connects again, each side sends what the other one lacks. The processes on
+the agent's host run on meanwhile.
 
     AgentHello(talk, num_received)          ──▶
                                             ◀──     TalkGoesOn(num_received)   if the head knows the talk
                                                     TalkBegins()               if not: both begin anew
-    messages, each kept until it has arrived ◀─▶    messages
+                                                    NotNeeded()                if the host is not needed yet
+    messages, each kept until acknowledged  ◀─▶     messages
     Heartbeat(num_received) about each second ◀─▶   Heartbeat(num_received)
 
-A *talk* is all messages that a head and an agent send each other, over any number of connections.
-`Agent` and `RemoteHost` have one end each.
+A *talk* is the numbered messages between a head and an agent, over any number of connections. Messages about
+the connection itself, as the first four above, are not in it. `Agent` and `RemoteHost` have one end each.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from penstock.hosts.agent_wire import AgentWire
 
 MOST_KEPT = 20_000  # messages: far more than are sent between two heartbeats, or while a host is away
 
-_OF_CONNECTION = (  # neither kept nor counted
+_OF_CONNECTION = (  # about the connection and not of the talk: neither kept nor counted
     AgentHello,
     TalkBegins,
     TalkGoesOn,
@@ -50,7 +51,7 @@ class LastingWire(Generic[Incoming]):
 
     Args:
         connection: the first connection. The wire closes it, and all later ones.
-        talk: name of the talk: of all that both sides send each other, over any number of connections.
+        talk: name of the talk (see the module's docstring).
 
     Attributes:
         connection: the present connection; while there is none, the last one, which is broken.
@@ -65,9 +66,9 @@ class LastingWire(Generic[Incoming]):
         self.num_received = 0
         self.reception: Reception = "awaited"
         self._kept: deque[msgspec.Struct] = deque()  # messages that the other side may lack
-        self._num_dropped = 0  # how many messages before those the other side has received
+        self._num_dropped = 0  # number of earlier messages, which the other side has received
         self._has_begun = False
-        self._is_open = False  # over this connection both sides have agreed how far the talk is
+        self._is_open = False  # over this connection each side knows how many messages the other has received
         self.is_over = False
 
     @property
@@ -76,7 +77,7 @@ class LastingWire(Generic[Incoming]):
         return self.connection.failure
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message of the talk now, or over the next connection. Never fails.
+        """Send a message of the talk now, or once both sides have agreed where the talk goes on. Never fails.
 
         The message is dropped if the talk was ended here.
         """
@@ -107,9 +108,9 @@ class LastingWire(Generic[Incoming]):
         return self.connection.together()
 
     def receive(self) -> list[Incoming]:
-        """Return all messages that have arrived, without waiting, and act on those about the talk itself.
+        """Return all messages that have arrived, without waiting, and act on those about the connection.
 
-        The latter, such as a `Heartbeat` or `TalkGoesOn`, are returned too.
+        Those, such as a `Heartbeat` or `TalkGoesOn`, are returned too.
         """
         return list(self._received())
 
@@ -122,7 +123,8 @@ class LastingWire(Generic[Incoming]):
     def knows(self, hello: AgentHello) -> bool:
         """Return whether the talk can go on with the agent that says hello.
 
-        It can if the hello names this talk, and all messages that the agent lacks are still kept here.
+        It can if the hello names this talk, and all messages that the agent lacks are still kept here. The
+        agent must not claim more messages than were sent.
         """
         num_sent = self._num_dropped + len(self._kept)
         return self.talk == hello.talk and self._num_dropped <= hello.num_received <= num_sent
@@ -140,7 +142,7 @@ class LastingWire(Generic[Incoming]):
     def reconnect(self, connection: AgentWire[Incoming]) -> None:
         """Use another connection; called at the agent, which sends its hello over it next.
 
-        Other messages wait until the head has answered whether the talk goes on.
+        Messages of the talk wait until the head has answered whether the talk goes on; heartbeats do not.
         """
         self._replace(connection)
         self.is_over = False
@@ -176,7 +178,11 @@ class LastingWire(Generic[Incoming]):
             yield message
 
     def _open(self, num_received: int) -> None:
-        """Send the messages that the other side lacks, which has received so many; then send all at once."""
+        """Send the kept messages that the other side lacks; from now on `send` sends each one immediately.
+
+        Args:
+            num_received: how many messages of the talk the other side has received.
+        """
         self._drop(num_received)
         self._is_open = self._has_begun = True
         for message in self._kept:
@@ -193,7 +199,7 @@ class LastingWire(Generic[Incoming]):
         self._num_dropped = num_received
 
     def _replace(self, connection: AgentWire[Incoming]) -> None:
-        # No selector may poll the old connection any more: its number may go to another file at once.
+        # The caller has taken the old connection out of its selectors: another file may get its number now.
         self.connection.close()
         self.connection = connection
         self.reception = "awaited"

@@ -1,15 +1,15 @@
 """The seam between the supervisor and the machines that ranks run on.
 
 The supervisor decides which rank runs on which host, which processes are connected, and what follows a loss.
-A host carries it out: it starts processes, passes on their reports and their end (`hosts.member`), makes its
-ends of connections, and knows its resources. Descriptors, process numbers and addresses stay behind this
-seam; for the supervisor an endpoint is a value to be handed on.
+A host carries these decisions out: it starts processes, reports what they say and when they end
+(`hosts.member`), makes its ends of connections, and knows its resources. Descriptors and process numbers stay
+behind this seam. The supervisor hands on endpoints and addresses, and opens none.
 
     host.start_rank(...) ──▶ member       member.hand(endpoints)   .read_status()   .kill_now()   .await_end()
     host.accept(...)     ──▶ end          end.endpoint             .end()           .close()
 
-`hosts.local.LocalHost` is the host on which its caller runs: the supervisor, or the agent of a worker. For
-the supervisor, the host of a worker is a `hosts.remote_host.RemoteHost`.
+The supervisor and each agent have their own machine as a `hosts.local.LocalHost`. The supervisor has each
+worker as a `hosts.remote_host.RemoteHost`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.process.pipe_hosts import HostClock
 class LinkNeed(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
     """The need for a link, a one-way connection that carries hidden states from one stage to the next.
 
-    They go from the joining end to the accepting end.
+    They go from the end made by `join` to the end made by `accept`, unless `Parties.is_swapped`.
 
     Attributes:
         frame_bytes: size of a frame, the buffer that holds the hidden states of one step.
@@ -68,12 +68,12 @@ class BulkNeed(msgspec.Struct, frozen=True, kw_only=True, tag="bulk"):
 class PlanNeed(msgspec.Struct, frozen=True, tag="plan"):
     """The need for a two-way channel of messages between the core, which accepts, and a rank.
 
-    The core sends its plans over it: what each step computes.
+    The core sends its plans over it (what each step computes), and the rank its reports.
     """
 
 
 class MeetingNeed(msgspec.Struct, frozen=True, kw_only=True, tag="meeting"):
-    """The need for shared memory in which the ranks of one stage add up results; the first rank accepts.
+    """The need for shared memory in which the ranks of a stage add up parts of tensors; the first accepts.
 
     Attributes:
         num_ranks: number of ranks of the stage.
@@ -93,7 +93,7 @@ class Parties(msgspec.Struct, frozen=True, kw_only=True):
         own, peer: roles of the processes at this end and at the other, such as "rank-3" (`trust.peer_names`).
         peer_host: name of the host of the other process.
         address: address at which this end's host listens, or from which it dials; empty: the host chooses.
-        peer_address: address of the other host that this host dials; empty: the invitation has it.
+        peer_address: address of the other host that this host dials; empty: `HostEnd.invitation` has it.
         is_swapped: the host that should accept cannot be reached, so the other one accepts in its place. Data
             then go from the accepting end to the joining end.
     """
@@ -108,16 +108,16 @@ class Parties(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostEnd(Protocol):
-    """One end of a connection, as the host of the process at this end holds it for an epoch."""
+    """The host's side of one end of a connection, for one epoch."""
 
     @property
     def endpoint(self) -> Any:
-        """The endpoint for the process at this end: the value by which it opens it (`process.endpoints`)."""
+        """The value with which the process at this end opens its side (`process.endpoints`)."""
         ...
 
     @property
     def invitation(self) -> Any:
-        """The facts about an accepted end that the host of a joining end needs; opaque to all others."""
+        """The facts with which another host joins this end, made by `accept`; opaque to all others."""
         ...
 
     def delivered(self) -> None:

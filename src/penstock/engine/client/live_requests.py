@@ -66,7 +66,7 @@ class LiveRequests:
             self.num_asked += 1
 
     def note(self, update: RequestUpdate) -> None:
-        """Add the tokens and scores of an update to its sequence, or remove the sequence if it has ended."""
+        """Add the tokens of an update to its sequence and count its scores; remove one that has ended."""
         live = self._live.get(update.request_id)
         if live is None:
             return

@@ -1,7 +1,7 @@
 """Spreads the stages of a pipeline over hosts anew, by the memory that is free there.
 
-It works with numbers alone: what stages need was reported by the ranks that have loaded them, and what is
-free by the hosts. Used by `engine.supervisor.pipe_layout` when hosts are lost, or are back.
+It works with numbers alone. The ranks have reported what their stages need, and the hosts report what is
+free. Used by `engine.supervisor.pipe_layout` when hosts are lost, or are back.
 
     host     tower        desk (lost)    shelf
     before   stage 0, 1   stage 2, 3     stage 4, 5
@@ -29,11 +29,12 @@ class StageDemand:
 
     Attributes:
         host: name of the host where the stage was, if that host is there; else "".
-        num_bytes: bytes of weights, KV cache and KV blocks in host memory, if all is loaded anew.
+        num_bytes: bytes of weights, of the KV cache, and of the KV blocks that are kept in host memory
+            besides, if all is loaded anew.
         held_bytes: bytes of weights in memory at `host`, which are free again if the stage goes elsewhere.
-        missing_bytes: bytes that the lost ranks of the stage take at `host` in addition.
-        growth_bytes: bytes that its living ranks may fill at `host` with KV blocks in host memory, or have
-            filled. They are counted only if the host gets another stage.
+        missing_bytes: bytes that `host` needs to start the lost ranks of the stage again, if it stays there.
+        growth_bytes: the most bytes of KV blocks that its living ranks may keep in the memory of `host`,
+            those that they keep now included. They are counted only if the host gets another stage.
         num_gpus: number of ranks of the stage that are on a GPU.
     """
 
@@ -51,6 +52,7 @@ class HostRoom:
 
     Attributes:
         free_bytes: free memory; what stages on the host hold is not free.
+        num_gpus: number of GPUs of the host, used ones included.
     """
 
     name: str
@@ -59,10 +61,11 @@ class HostRoom:
 
 
 def spread(stages: Sequence[StageDemand], rooms: Sequence[HostRoom]) -> list[str]:
-    """Return the name of the host of each stage: neighbouring stages share one, as evenly as memory allows.
+    """Return the name of the host of each stage: runs of neighbouring stages, as equal as memory allows.
 
-    Each host gets one run of neighbouring stages. Of equally even solutions, the one that moves the fewest
-    stages wins. The first of `rooms` gets at least the first stage; other hosts may get none.
+    Each host gets at most one run, and the first of `rooms` at least the first stage. Of equally even
+    solutions, the one that moves the fewest stages wins. With more than `MAX_PERMUTED` other hosts only the
+    given order of hosts is tried.
 
     Raises:
         NotEnoughMemoryError: the stages do not fit on the hosts.
@@ -123,7 +126,7 @@ def _fits(room: HostRoom, block: range, stages: Sequence[StageDemand]) -> bool:
             needed_bytes += stage.growth_bytes if is_own and gets_more else 0
         elif is_own:
             needed_bytes -= stage.held_bytes
-    # The free memory of a GPU is not known here: each rank gets a GPU of its own, or stays where it is.
+    # The free memory of a GPU is not known here: a host gets no more GPU ranks than GPUs, or than before.
     return needed_bytes <= max(0, room.free_bytes) and num_gpus <= max(room.num_gpus, num_own_gpus)
 
 
