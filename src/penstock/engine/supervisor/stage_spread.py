@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -131,12 +132,16 @@ def _fits(room: HostRoom, block: range, stages: Sequence[StageDemand]) -> bool:
 
 
 def _not_enough(stages: Sequence[StageDemand], rooms: Sequence[HostRoom]) -> NotEnoughMemoryError:
-    lost = [stage for stage in stages if not stage.host]
-    needed = f"{sum(stage.num_bytes for stage in lost) / 2**20:.0f} MiB"
-    num_gpus = sum(stage.num_gpus for stage in lost)
-    if num_gpus:
-        needed += f" and {num_gpus} GPU" + "s" * (num_gpus > 1)
-    free = ", ".join(f"{room.free_bytes / 2**20:.0f} MiB on {room.name}" for room in rooms)
+    needed_bytes = sum(stage.missing_bytes if stage.host else stage.num_bytes for stage in stages)
+    num_gpus = sum(stage.num_gpus for stage in stages if not stage.host)
+    used: Counter[str] = Counter()
+    for stage in stages:
+        used[stage.host] += stage.num_gpus
+    needed = _amount(needed_bytes, num_gpus, names_gpus=num_gpus > 0)
+    free = ", ".join(
+        f"{_amount(room.free_bytes, room.num_gpus - used[room.name], names_gpus=num_gpus > 0)} on {room.name}"
+        for room in rooms
+    )
     growth_bytes = sum(stage.growth_bytes for stage in stages)
     growth = f", of which KV blocks of other stages may use {growth_bytes / 2**20:.0f} MiB" * bool(
         growth_bytes
@@ -146,3 +151,9 @@ def _not_enough(stages: Sequence[StageDemand], rooms: Sequence[HostRoom]) -> Not
         f"weights and KV cache of the lost stages need {needed}; {free} are free{growth}.",
         remedy=f"Free memory there, or lower {flags} at the next start.",
     )
+
+
+def _amount(num_bytes: int, num_gpus: int, *, names_gpus: bool) -> str:
+    """Return how much memory that is in words, and how many GPUs; less than nothing is nothing."""
+    memory = f"{max(0, num_bytes) / 2**20:.0f} MiB"
+    return f"{memory} and {max(0, num_gpus)} GPU{'' if num_gpus == 1 else 's'}" if names_gpus else memory

@@ -53,8 +53,8 @@ def test_r15_weights_that_are_let_go_make_room_on_their_host() -> None:
 def test_r15_a_rank_that_is_lost_on_a_host_that_is_there_needs_its_memory_again() -> None:
     dead = StageDemand(host="a", num_bytes=10 * MIB, missing_bytes=10 * MIB)
     assert spread([dead, *stages("b")], rooms(a=10, b=0)) == ["a", "b"]
-    with pytest.raises(NotEnoughMemoryError):
-        spread([dead, *stages("b")], rooms(a=9, b=0))
+    with pytest.raises(NotEnoughMemoryError, match="need 10 MiB; 9 MiB on a, 0 MiB on b are free"):
+        spread([dead, *stages("b")], rooms(a=9, b=-1))
 
 
 def test_r15_a_host_gets_another_stage_where_the_host_tiers_of_its_own_have_room_to_fill_up() -> None:
@@ -81,7 +81,7 @@ def test_r15_where_nothing_fits_the_numbers_are_named() -> None:
 def test_r15_a_stage_on_a_gpu_gets_one_that_no_other_stage_has() -> None:
     own = [StageDemand(host=host, num_bytes=0, num_gpus=1) for host in ("a", "")]
     assert spread(own, [HostRoom(name="a", free_bytes=0, num_gpus=2)]) == ["a", "a"]
-    with pytest.raises(NotEnoughMemoryError, match="0 MiB and 1 GPU; 0 MiB on a are free"):
+    with pytest.raises(NotEnoughMemoryError, match="0 MiB and 1 GPU; 0 MiB and 0 GPUs on a are free"):
         spread(own, [HostRoom(name="a", free_bytes=0, num_gpus=1)])
 
 
