@@ -12,7 +12,8 @@ the agent's host run on meanwhile.
     Heartbeat(num_received) about each second ◀─▶   Heartbeat(num_received)
 
 A *talk* is the numbered messages between a head and an agent, over any number of connections. Messages about
-the connection itself, as the first four above, are not in it. `Agent` and `RemoteHost` have one end each.
+the connection itself, such as those that are named above, are not in it. `Agent` and `RemoteHost` have one
+end each.
 """
 
 from __future__ import annotations

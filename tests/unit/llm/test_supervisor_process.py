@@ -83,28 +83,6 @@ def test_what_the_supervisor_says_while_it_serves_is_passed_on(monkeypatch: pyte
     supervisor.end()
 
 
-def test_a_supervisor_that_ends_before_it_reads_its_config_is_a_typed_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class DeadChild(FakeChild):
-        def __init__(self, command: list[str], *, pass_fds: list[int], **more: Any) -> None:
-            super().__init__(command, pass_fds=pass_fds, **more)
-            self.wait()
-
-        def wait(self, _timeout_s: float = 0.0) -> int:
-            for fd in (self.config_fd, self.status_fd):
-                if fd >= 0:
-                    os.close(fd)
-            self.config_fd = self.status_fd = -1
-            return 7
-
-    monkeypatch.setattr(subprocess, "Popen", DeadChild)
-    supervisor = SupervisorProcess(CONFIG, LogReporter())
-    with pytest.raises(StageLostError, match="ended with code 7"):
-        supervisor.wait_until_ready()
-    supervisor.end()
-
-
 def test_a_supervisor_that_cannot_be_started_leaves_no_descriptor(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
