@@ -19,6 +19,7 @@ from penstock.errors import LinkClosedError
 from penstock.process import entry_points
 from penstock.process.child import Ready, StatusWriter, bound_thread_pools, enter_child, leave, run_child
 from penstock.process.config import DrafterProcessConfig
+from penstock.process.torch_import import cheap_torch_import
 
 SOCKET_OPTION = "--socket-fd"
 # A step of so few tokens is bound by reading weights, so its time is that of one token.
@@ -40,7 +41,8 @@ def _serve(config: DrafterProcessConfig, status: StatusWriter, options: argparse
     enter_child("penstock drafter", config)
     bound_thread_pools(config.drafter.rank.threads)
     # Here and not above: torch reads its environment when it is imported.
-    from penstock.drafting.draft_model import open_turns
+    with cheap_torch_import():
+        from penstock.drafting.draft_model import open_turns
 
     turns = open_turns(config.drafter)
     token_s = _warm_up(turns)

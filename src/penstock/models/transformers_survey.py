@@ -25,6 +25,7 @@ from penstock.families.spec import ModelSpec
 from penstock.kernels.cpu.ops import HeadShape, Sight
 from penstock.models import transformers_attention
 from penstock.models.transformers_attention import Site, Track, refused
+from penstock.process.torch_import import load_meta_functions
 
 _NUM_TOKENS = 3
 # Their angles depend on the longest sequence of a step: stored keys would have to be rotated anew.
@@ -133,6 +134,7 @@ def build_on_meta(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> Any:
     given = read_config(directory / "config.json").values()
     fields = {name: value for name, value in given.items() if name not in _NAMES_OF_CODE}
     with _BUILDING:
+        load_meta_functions()
         from transformers import CONFIG_MAPPING, AutoModelForCausalLM
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -24,6 +24,7 @@ from penstock.process.child import (
 )
 from penstock.process.config import MeasureProcessConfig
 from penstock.process.control import CONTROL_OPTION, BeginMeasuring, ControlReader
+from penstock.process.torch_import import cheap_torch_import
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +37,8 @@ def _measure(config: MeasureProcessConfig, status: StatusWriter, options: argpar
     enter_child(f"penstock measures {rank.name}", config)
     bound_thread_pools(rank.threads)
     # Here and not above: torch reads its environment when it is imported.
-    from penstock.planner.step_timing import TimedRank
+    with cheap_torch_import():
+        from penstock.planner.step_timing import TimedRank
 
     control = ControlReader.inherited(options)
     located = control.await_model(rank)

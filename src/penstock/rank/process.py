@@ -30,6 +30,7 @@ from penstock.process.child import (
 from penstock.process.config import RankConfig, RankProcessConfig
 from penstock.process.control import CONTROL_OPTION, ControlReader, close_descriptors
 from penstock.process.endpoints import LinkEndpoint, RankEndpoints
+from penstock.process.torch_import import cheap_torch_import
 
 if TYPE_CHECKING:
     from penstock.pipeline.links.link import Link
@@ -65,7 +66,8 @@ def live(rank: RankConfig, status: StatusWriter, control: ControlReader) -> int:
         The exit code of the process: 0 after an ordinary end, else that of the error.
     """
     # Here and not above: torch reads its environment when it is imported.
-    from penstock.rank.rank import run_rank
+    with cheap_torch_import():
+        from penstock.rank.rank import run_rank
 
     located = control.await_model(rank)
     if located is None:

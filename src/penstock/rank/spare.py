@@ -34,6 +34,7 @@ from penstock.process.child import (
 from penstock.process.config import SpareProcessConfig
 from penstock.process.control import CONTROL_OPTION, BecomeRank, ControlReader
 from penstock.process.successor import NoSuccessor, SpareSelf, SuccessorDoor, end_with, follow
+from penstock.process.torch_import import cheap_torch_import
 from penstock.rank.process import live, process_title
 
 
@@ -85,7 +86,8 @@ def _import_rank(nice: int) -> None:
     """
     thread = threading.get_native_id()
     os.setpriority(os.PRIO_PROCESS, thread, max(nice, os.getpriority(os.PRIO_PROCESS, thread)))
-    import penstock.rank.rank  # noqa: F401
+    with cheap_torch_import():
+        import penstock.rank.rank  # noqa: F401
 
 
 def own_bytes(statm: Path = Path("/proc/self/statm")) -> int:
