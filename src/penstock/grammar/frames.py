@@ -10,12 +10,16 @@ LENGTH_BYTES = 4
 
 
 class ProofAnswer(msgspec.Struct, frozen=True):
-    """An answer. `error`: why a grammar, or any grammar, cannot be used; None: it can."""
+    """An answer of that process.
+
+    Attributes:
+        error: why the grammar cannot be used, or in the first answer why no grammar can; None: it can.
+    """
 
     error: ErrorInfo | None = None
 
 
 def framed(message: msgspec.Struct) -> bytes:
-    """Return a message as a frame: a length of four bytes, and the message."""
+    """Return a message as a frame: its length in four bytes, little-endian, then its MessagePack form."""
     content = msgspec.msgpack.encode(message)
     return len(content).to_bytes(LENGTH_BYTES, "little") + content

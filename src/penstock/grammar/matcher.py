@@ -1,11 +1,16 @@
 """A matcher says which tokens may come next in a text that must follow a grammar; it wraps llguidance.
 
-The only module that imports llguidance. The front builds matchers to see whether a grammar can be used
-(`grammar.proving`), the last stage to obey it (`sample.grammar_rows`); both by the same limits, which count
-work and not time, so that what is found out in one process holds in the other, whichever is faster.
+This is the only module that imports llguidance. Matchers are built in three places:
 
-A matcher is a function of its grammar and the tokens that it was given: one that is built anew and gets the
-same tokens allows the same ones.
+- in a child of the API process or of `LLM`, to see whether a grammar can be used (`grammar.proving_process`),
+- on the last stage, which samples only tokens that the grammar allows (`sample.grammar_rows`),
+- in the core, to make and cut drafts as the grammar wants them (`speculation.grammar_guides`).
+
+All have the same limits. The limits count work and not time, so a grammar that one process can build can be
+built by the others too, however fast or slow they are.
+
+What a matcher allows depends on its grammar and on the tokens that it was given, and on nothing else. So a
+matcher that is built again and gets the same tokens allows the same next tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +29,10 @@ from penstock.request import StructuredOutputs
 from penstock.tokenizer.sources.model_files import tokenizer_content
 
 WORD_BITS = 32
-_QUIET = 0  # nothing of a request goes to standard error
+_QUIET = 0  # log level: the library must write nothing of a request to standard error
 
-# Work of one mask and of a build, and states that a lexer may have (1 to 2 kB each), by llguidance's counts.
+# Limits on the work of a build and of each mask, and on the lexer's states (1 to 2 kB each). The units are
+# llguidance's own.
 _LIMITS = LLParserLimits(
     max_items_in_row=2_000,
     initial_lexer_fuel=1_000_000,
@@ -37,6 +43,7 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): ")
+# What users read in place of the names that the library gives to its ends.
 _STOPS = {
     "NoExtension": "no text can match it",
     "NoExtensionBias": "no text can match it",
@@ -44,19 +51,26 @@ _STOPS = {
     "LexerTooComplex": "it is too complex: a pattern in it grows too large",
 }
 _COMPACT: dict[str, object] = {"whitespace_flexible": False}
-# At most this much in one place: a model must not be able to go on with white space alone.
+# At most 32 characters in one place: a model must not be able to write white space without end.
 _SPACED: dict[str, object] = {"whitespace_flexible": True, "whitespace_pattern": r"[ \t\n\r]{1,32}"}
 
 
 class Vocabulary:
-    """The texts of a model's tokens, and which of them end a sequence.
+    """The texts of a model's tokens, and which of the tokens end a sequence.
 
     Args:
         tokenizer: content of `tokenizer.json`.
-        eos_token_ids: those of the model; all that the tokenizer has may end a text that is complete.
+        eos_token_ids: the model's end-of-sequence ids. Each of them that the tokenizer has may follow a
+            complete text.
+
+    Attributes:
+        inner: the vocabulary as llguidance has it.
+        special_ids: id of each special token, by its name.
+        ends: all of `eos_token_ids`.
+        num_words: number of 32-bit words of a mask.
 
     Raises:
-        InvalidRequestError: no text of ours can be said of these tokens, or the model never ends a text.
+        InvalidRequestError: llguidance cannot use this tokenizer, or `eos_token_ids` is empty.
     """
 
     def __init__(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
@@ -66,17 +80,18 @@ class Vocabulary:
         try:
             apart, self.special_ids = set_apart(tokenizer)
             inner = _opened(apart, ends)
-        except Exception as error:  # the library raises bare kinds
+        except Exception as error:  # the library has no exception class of its own
             raise _unusable(_reason(str(error))) from error
         self.inner = inner
         self.ends = frozenset(ends)
-        self.num_words = -(-inner.vocab_size // WORD_BITS)  # of a mask
+        self.num_words = -(-inner.vocab_size // WORD_BITS)
 
 
 def _opened(tokenizer: str, ends: list[int]) -> LLTokenizer:
-    """Open a tokenizer with those ends of text that it has.
+    """Open a tokenizer with those of the end-of-sequence ids that it has.
 
-    A model may name an end that its tokenizer does not have.
+    A model may name an id behind the tokenizer's last one, which llguidance refuses. So the largest id is
+    left out until llguidance takes the rest.
     """
     known = sorted(ends)
     while True:
@@ -91,7 +106,8 @@ def _opened(tokenizer: str, ends: list[int]) -> LLTokenizer:
 def load_vocabulary(directory: Path, eos_token_ids: Sequence[int]) -> Vocabulary:
     """Return the vocabulary of a model directory or GGUF file.
 
-    Raises `InvalidRequestError` where structured output cannot be had."""
+    Raises `InvalidRequestError` if this model cannot give structured output.
+    """
     try:
         content = tokenizer_content(directory)
     except ModelError as error:
@@ -102,10 +118,11 @@ def load_vocabulary(directory: Path, eos_token_ids: Sequence[int]) -> Vocabulary
 
 
 class Matcher:
-    """A grammar, and the state of one text that follows it. Belongs to one thread at a time.
+    """A grammar, and the state of one text that follows it. Only one thread at a time may use a matcher.
 
     Args:
-        structured: the grammar.
+        vocabulary: the tokens in which the text is written.
+        structured: the grammar, or the schema, pattern or choices of which one is made.
     """
 
     def __init__(self, vocabulary: Vocabulary, structured: StructuredOutputs) -> None:
@@ -113,9 +130,9 @@ class Matcher:
         self._inner = LLMatcher(vocabulary.inner, grammar, log_level=_QUIET, limits=_LIMITS)
 
     def copy(self) -> Matcher:
-        """Return another one in the same state, which costs less than to build it.
+        """Return another matcher in the same state; that costs less than to build one.
 
-        The two share what they find out of the grammar's patterns, and the limit of how much that may be.
+        The two share the lexer states that they find, and the limit on the number of these states.
         """
         other = object.__new__(Matcher)
         other._inner = self._inner.deep_copy()
@@ -127,7 +144,7 @@ class Matcher:
         return _reason(self._inner.get_error()) if self._inner.is_error() else ""
 
     def accept(self, token_ids: Iterable[int]) -> None:
-        """Take tokens that have been sampled. Tokens behind the end of a text lead to an error."""
+        """Take tokens that have been sampled. One that is not allowed, or follows the end, sets `error`."""
         self._inner.consume_tokens(list(token_ids))
 
     def forced(self) -> list[int]:
@@ -135,13 +152,13 @@ class Matcher:
         return list(self._inner.compute_ff_tokens())
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these may come next, one after the other, without taking them."""
+        """Return how many of these tokens, from the first on, may come next; take none of them."""
         return int(self._inner.validate_tokens(list(token_ids)))
 
     def fill(self, address: int, num_bytes: int) -> None:
         """Write the mask of the tokens that may come next: bit i of word w allows id 32 w + i.
 
-        Once there is an `error`, it means nothing.
+        Once there is an `error`, the mask means nothing.
 
         Args:
             address: address of `Vocabulary.num_words` words of 32 bits, which are `num_bytes` bytes.
@@ -176,7 +193,7 @@ def _reason(text: str) -> str:
     """Return the library's error message, without traces and positions in grammars that it made itself."""
     lines = [line.strip() for line in text.strip().splitlines()] or [""]
     first = _PLACE.sub("", lines[0]).rstrip(" .:")
-    detail = next((line for line in lines[1:] if line.startswith("error: ")), "")  # of a regular expression
+    detail = next((line for line in lines[1:] if line.startswith("error: ")), "")  # about a pattern
     return _STOPS.get(first, f"{first}: {detail.removeprefix('error: ')}" if detail else first)
 
 

@@ -1,15 +1,20 @@
 """Decides what undeclared fields an object may have, if its JSON schema does not say: none, or a few.
 
-By JSON Schema such an object is open, and a weak model goes on with fields of its own until its text is cut
-short. So an object that declares its fields is closed where that only takes texts away, and every text that
-is left is valid by the schema as it was given. Where schemas are combined, closing one of them could leave no
-text, or one that is valid by two alternatives of `oneOf`; there, and where the schema asks for undeclared
-fields, their number is bounded.
+A field is declared if `properties` has its name. By JSON Schema an object is open: it may have any further
+fields. A weak model then invents fields until its text is cut short.
 
-The library bounds the number of fields by `maxProperties`, but refuses it beside fields that are not
-required unless it reads the schema leniently. Then it counts the undeclared fields alone, which is what is
-wanted here. Leniency also passes over what is not supported; so a schema that needs it must be found good
-without it first (`grammar.proving_process`).
+So an object with `properties` is closed where that is sound: some texts are no longer possible, and every
+text that still is possible is valid by the original schema. In two cases the number of undeclared fields is
+bounded instead:
+
+- Schemas are combined. Closing one of them could leave no text at all, or a text that is valid by two
+  alternatives of `oneOf`, which allows one.
+- The schema asks for undeclared fields. For example, `required` has names that are not declared.
+
+The library bounds the number of fields by `maxProperties`. But it refuses that keyword beside declared fields
+that are not required, unless it reads the schema leniently. A lenient library does not count those fields,
+which is what is wanted here. But it also passes over keywords that it does not support. So a schema that
+needs leniency must first be built without it, with open objects (`grammar.proving_process`).
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from typing import Any
 
 from penstock.grammar.subschemas import steps_of, subschemas, value_at
 
-# What the library combines with the other constraints of the schema in which it stands.
+# Keywords that the library combines with the other constraints of the schema in which they stand.
 _APPLIED = frozenset({"allOf", "anyOf", "oneOf", "$ref", "const", "enum", "not", "if", "then", "else"})
 _CONSTRAINTS = _APPLIED | {
     "properties",
@@ -39,11 +44,12 @@ _BRANCHES = frozenset({"allOf", "anyOf", "oneOf", "not", "if", "then", "else"})
 
 @dataclass(slots=True)
 class _Use:
-    """The uses of a schema, all together.
+    """A schema, and what holds of at least one of the places where it is used.
 
     Attributes:
-        in_branch: in a branch of alternatives, or of schemas that must all fit.
-        is_combined: the library may merge it with another schema.
+        in_branch: the schema, or one around it, is a branch of `allOf`, `anyOf`, `oneOf`, `not`, `if`, `then`
+            or `else`, or the target of a `$ref` beside other constraints.
+        is_combined: the library may merge the schema with another one.
     """
 
     schema: Any
@@ -54,8 +60,10 @@ class _Use:
 def settle_objects(document: dict[str, Any]) -> bool:
     """Close the open objects of a document where that is sound, and bound the others.
 
-    An object whose undeclared fields have a schema of their own is a map with some known keys, and stays as
-    it is; so does one that declares none.
+    Some objects stay as they are:
+
+    - maps, which are objects without `properties` or with a schema for undeclared fields,
+    - objects that cannot be closed, and have a `maxProperties` or declare no field.
 
     Returns:
         whether the library must read the document leniently.
@@ -96,10 +104,14 @@ def _may_close(use: _Use) -> bool:
 
 
 def _bound(use: _Use, num_names: int) -> bool:
-    """Bound the undeclared fields of an object. Return whether that takes leniency.
+    """Bound the number of undeclared fields of an object; return whether the library must be lenient for it.
+
+    The bound is the number of fields that the object declares, or what `required` and `minProperties` ask
+    for if that is more. An object that is combined has the bound `2 * num_names`, for all objects with which
+    it may be merged: once for their required fields, which the library counts too, once for undeclared ones.
 
     Args:
-        num_names: names of fields in the whole document: those of an object that is combined are among them.
+        num_names: number of names of fields, declared or required, in the whole document.
     """
     schema, declared, required = use.schema, _declared(use.schema), _required(use.schema)
     if use.is_combined or schema.keys() & _APPLIED:
@@ -121,7 +133,10 @@ def _required(schema: dict[str, Any]) -> set[str]:
 
 
 def _uses_of(document: dict[str, Any]) -> list[_Use]:
-    """Return the schemas that the root of a document leads to; a definition counts where it is used."""
+    """Return each schema that the root of a document leads to, once.
+
+    A schema in `$defs` or `definitions` is among them only if a `$ref` leads to it.
+    """
     found: dict[int, _Use] = {}
     waiting = [_Use(document, in_branch=False, is_combined=False)]
     while waiting:
@@ -152,7 +167,7 @@ def _uses_within(use: _Use, document: dict[str, Any]) -> Iterator[_Use]:
 
 
 def _combines(schema: dict[str, Any], constraints: set[str]) -> bool:
-    """Return whether the library merges what stands within a schema with something else in it."""
+    """Return whether the library merges schemas within a schema with each other, or with its constraints."""
     if constraints & _APPLIED and len(constraints - {"type"}) > 1:
         return True
     all_of = schema.get("allOf")

@@ -1,8 +1,12 @@
 """The translation of regular expressions of JSON schemas (ECMAScript's) to the notation of the library.
 
-The two notations agree in most. What the library would silently read in another way is written anew: white
-space, of which ECMA-262 (22.2.2.9) has U+FEFF and not U+0085, and brackets and operators within a class of
-characters. So are control letters, which the library does not know.
+The two notations agree in most parts. Rewritten is what the library would silently read in another way:
+
+- white space: that of ECMA-262 (22.2.2.9) has U+FEFF, and not U+0085;
+- brackets and operators within a class of characters, which are plain characters in ECMAScript;
+- classes without a character, which match nothing, or with `^` anything.
+
+Control letters (a backslash, `c` and a letter) are rewritten too, because the library does not know them.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ _PART = re.compile(r"\\c[A-Za-z]|\\.|\[\^?\]?|.", re.DOTALL)
 
 
 def from_ecma(pattern: str) -> str:
-    """Return the expression in the library's notation that matches what `pattern` does."""
+    """Return an expression in the library's notation that matches the same texts as `pattern`."""
     parts: list[str] = []
     is_in_class = False
     for found in _PART.finditer(pattern):
@@ -28,7 +32,7 @@ def from_ecma(pattern: str) -> str:
         elif not is_in_class:
             parts.append(_EMPTY_CLASSES.get(found[0], found[0]))
             is_in_class = found[0] in ("[", "[^")
-        else:  # an opening bracket is a character here
+        else:  # within a class an opening bracket, and `^` behind it, are plain characters
             parts += found[0] if found[0][0] == "\\" else map(_in_class, found[0])
             is_in_class = not found[0].endswith("]") or found[0][0] == "\\"
     return "".join(parts)

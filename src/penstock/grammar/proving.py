@@ -1,9 +1,10 @@
 """Finds out whether structured output can be had as a request wants it, before the request is sent on.
 
-Used by the fronts (`server.routes.grammar_checks`, `llm`). To prove a grammar is to build what the last
-stage will build, by the same limits of work, and to make its first mask, in another process that may fail
-(`grammar.proving_process`). The processes are started when they are first needed, and anew when one has
-ended. A thread each waits for them; what came of it is kept.
+The API process (`server.routes.grammar_checks`) and `llm` call it. To prove a grammar means to build what the
+last stage will build, with the same limits of work, and to make the first mask. That happens in another
+process, which may fail without harm (`grammar.proving_process`). Such a process is started when a grammar
+finds none idle. A thread waits for the answer about each grammar. Answers are kept, unless the next try may
+bring another one: after a timeout, or if no process could be started.
 """
 
 from __future__ import annotations
@@ -40,15 +41,17 @@ from penstock.process.readiness import await_readable
 from penstock.request import StructuredOutputs
 
 OPEN_S = 30.0  # for a process to start and read the vocabulary
-TURN_S = 10.0  # for a free place, of which each is held for `REAL_SECONDS` times the limit at most
-REAL_SECONDS = 4  # for one of CPU time, on a machine that has other work
+# For a free thread. A grammar holds its thread for `REAL_SECONDS` times the limit of CPU time at most, beside
+# the time that a process takes to start.
+TURN_S = 10.0
+REAL_SECONDS = 4  # that may pass for one second of CPU time, on a machine with other work
 _MAX_ANSWER_BYTES = 1 << 20
-_ENTRY_BYTES = 256  # of an entry of the cache, beside its key
+_ENTRY_BYTES = 256  # about how much memory a kept answer takes beside its key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarModel:
-    """The model whose vocabulary a grammar is about."""
+    """The model that is to write texts of a grammar: its directory or GGUF file, and what ends its texts."""
 
     directory: Path
     eos_token_ids: tuple[int, ...]
@@ -58,7 +61,10 @@ class ProvingProcess(Protocol):
     """A process in which grammars are tried, one at a time."""
 
     def open(self) -> ErrorInfo | None:
-        """Return why this model cannot have structured output, once that is known; None: it can."""
+        """Wait until the process is ready; return why this model cannot have structured output, or None.
+
+        Raises `ProcessEndedError`.
+        """
         ...
 
     def ask(self, structured: StructuredOutputs) -> ErrorInfo | None:
@@ -71,7 +77,11 @@ class ProvingProcess(Protocol):
 
 
 class ProcessEndedError(Exception):
-    """The process has ended, or had to be ended, before it gave an answer."""
+    """The process has ended before it gave an answer, or gave none in time.
+
+    Args:
+        is_late: the time was over, be it real time or the process's CPU time.
+    """
 
     def __init__(self, *, is_late: bool) -> None:
         super().__init__("too late" if is_late else "ended")
@@ -82,6 +92,7 @@ class ChildProcess:
     """A `ProvingProcess` that is a child of this process.
 
     Args:
+        model: the model whose vocabulary the process reads.
         seconds: CPU time for each grammar.
     """
 
@@ -138,12 +149,17 @@ class ChildProcess:
         return received
 
     def _was_late(self) -> bool:
-        """Return whether the system has ended the process when its time was over."""
+        """Return whether the system has ended the process because its CPU time was used up."""
         return self._process.wait() == -signal.SIGPROF
 
 
 class _Proof:
-    """The proof of one grammar, under way. Several requests may wait for it."""
+    """The proof of one grammar, under way. Several requests may wait for it.
+
+    Attributes:
+        started: done once a process begins with the grammar, or once `error` is about to be done.
+        error: why the grammar cannot be used; None: it can.
+    """
 
     def __init__(self) -> None:
         self.started: Future[None] = Future()
@@ -155,8 +171,8 @@ class GrammarProver:
 
     Args:
         model: None if it cannot have structured output.
-        limits: limits of what a request may bring, and of the work.
-        make_process: starts a process for this model.
+        limits: limits of the size of a grammar, and of the work to prove grammars.
+        make_process: starts a process for this model, with the seconds of CPU time for each grammar.
     """
 
     def __init__(
@@ -169,29 +185,36 @@ class GrammarProver:
         self._limits = limits
         self._make_process = make_process
         self._pool = ThreadPoolExecutor(limits.max_compiling, thread_name_prefix="grammar")
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # guards all that is assigned below
         self._idle: list[ProvingProcess] = []
         self._is_closed = False
         self._under_way: dict[bytes, _Proof] = {}
         self._known = _Known(limits.grammar_cache_bytes)
 
     def check_schema(self, schema: str) -> None:
-        """Raise `InvalidRequestError` if a schema, as part of a grammar, is out of bounds; build nothing."""
+        """Raise `InvalidRequestError` if a schema that becomes part of a grammar is out of bounds.
+
+        Nothing is built. The length of the schema is not checked.
+        """
         check_schema(schema, self._limits)
 
     async def prove(self, structured: StructuredOutputs) -> None:
-        """Return if a grammar can be used.
+        """Wait until it is known that a grammar can be used.
 
         Raises:
-            InvalidRequestError: it is too large, wrong, unsatisfiable or not supported, or takes too long.
-            OverloadedError: too many wait.
-            UnavailableError: no process for it can be started, or this was closed.
+            InvalidRequestError: the grammar is too large, wrong, unsatisfiable or not supported, or takes too
+                long to build.
+            OverloadedError: too many grammars wait, or this one has waited too long.
+            UnavailableError: no process for the grammar can be started, or this prover was closed.
         """
         check_bounds(structured, self._limits)
         await self._prove(structured)
 
     async def prove_made(self, structured: StructuredOutputs) -> None:
-        """Prove a grammar of ours. Its length is that of its parts, which were checked."""
+        """Prove a grammar that Penstock has made of parts whose bounds were checked, one by one.
+
+        The bounds of the whole are not checked again. Raises as `prove`.
+        """
         await self._prove(structured)
 
     async def _prove(self, structured: StructuredOutputs) -> None:
@@ -215,7 +238,7 @@ class GrammarProver:
             _raise(proof.error.result())
 
     def close(self) -> None:
-        """End the processes; callers that wait still get an answer."""
+        """End idle processes now, and others after their answer. Callers that wait still get an answer."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
@@ -224,7 +247,10 @@ class GrammarProver:
         self._pool.shutdown(wait=False)
 
     def _begin(self, structured: StructuredOutputs) -> _Proof | None:
-        """Return the proof to wait for; None if the grammar is known to be usable. Raises known errors."""
+        """Return the proof to wait for; None if the grammar is known to be usable.
+
+        If it is known that the grammar cannot be used, that error is raised.
+        """
         if self._model is None:
             raise InvalidRequestError(
                 "this model cannot give structured output: it has no tokenizer.",
@@ -244,7 +270,7 @@ class GrammarProver:
                     self._pool.submit(self._run, key, structured, proof, self._model)
                 except RuntimeError as error:  # no thread can be started
                     raise _unstarted(error) from error
-                self._under_way[key] = proof  # only now: nobody waits for what was not begun
+                self._under_way[key] = proof  # only now: no request may wait for what no thread does
             return proof
 
     def _require_room(self) -> None:
@@ -254,10 +280,10 @@ class GrammarProver:
             raise _busy()
 
     def _run(self, key: bytes, structured: StructuredOutputs, proof: _Proof, model: GrammarModel) -> None:
-        """Have a grammar proved, in a thread."""
+        """Prove a grammar, in a thread of the pool, and give the answer to all callers that wait for it."""
         with self._lock:
             if self._under_way.get(key) is not proof:
-                return  # there was no thread for it then, as whoever asked was told
+                return  # `submit` had no thread for it, but left it in the queue; the caller got an error
         is_certain = True
         try:
             error = self._asked(structured, proof, model)
@@ -276,7 +302,11 @@ class GrammarProver:
         proof.error.set_result(error)
 
     def _asked(self, structured: StructuredOutputs, proof: _Proof, model: GrammarModel) -> ErrorInfo | None:
-        """Return the answer of a process. One that had ended since its last answer proves nothing."""
+        """Return the answer of an idle process, or of a new one.
+
+        If an idle process ends before its time is over, a new one gets the grammar too: the idle one may have
+        ended before, for another reason.
+        """
         process = self._idle_process()
         if process is not None:
             proof.started.set_result(None)

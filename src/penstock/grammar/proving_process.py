@@ -1,11 +1,12 @@
 """The process in which grammars of requests are tried: `python -m penstock.grammar.proving_process`.
 
-Some small schemas take the library minutes or gigabytes, and its own limits do not see it. Here that harms
-no request: this process has a limit of CPU time per grammar and one of memory, by which the system ends it,
-and `grammar.proving`, which has asked, takes its end as an answer.
+Some small schemas take the library minutes or gigabytes, which the library's own limits do not prevent. Here
+that harms no request. The system ends this process when a grammar has used up its CPU time, and gives it no
+memory beyond a limit, so that the library fails. `grammar.proving` takes the end of the process as an answer.
 
-Frames on standard input and output are a length of four bytes and a message; the first one out says whether
-the model can have structured output at all. Ends with its input, or with its parent.
+Grammars come as frames on standard input, and answers leave as frames on standard output (`grammar.frames`).
+The first answer says whether the model can have structured output at all; if not, the process ends. It also
+ends when its input does, or when the thread that started it does.
 """
 
 from __future__ import annotations
@@ -28,33 +29,35 @@ from penstock.grammar.matcher import Matcher, Vocabulary, load_vocabulary
 from penstock.grammar.schema_text import is_lenient
 from penstock.request import StructuredOutputs
 
-# Less than what threads of the ranks have: what fits here fits there.
+# The stack for a build is smaller than that of threads of the ranks, so what fits here fits there.
 _STACK_BYTES = 2 << 20
-_MEMORY_BYTES = 1 << 30  # beside what the vocabulary takes
+_MEMORY_BYTES = 1 << 30  # for grammars, beside what the process has once the vocabulary is read
 _PR_SET_PDEATHSIG = 1
-# Of the library's words: those on schemas that are sound, and that it does not support.
+# The library's error messages about schemas that are sound, but that it does not support.
 _UNSUPPORTED = re.compile(
     r"^(Unimplemented keys|Unknown format|Failed to generate regex for"
     r"|Unable to determine if|can't determine if|the schema has )"
     r"|(not|only) supported|too many digits|are not disjoint"
 )
-# What stands before those on a schema within a grammar, and an option that nobody has.
+# Left out of the library's messages: how those about a schema within a grammar begin, and advice to set an
+# option that requests cannot set.
 _NOT_TOLD = re.compile(r"^failed to compile JSON schema: |\.? Enable 'coerce_one_of'.*")
-# References are within the document; what the library looks for outside is what `$schema` names.
+# References lead to places within the document by now, so the library only looks elsewhere for the draft that
+# `$schema` names.
 _UNKNOWN_DRAFT = re.compile(r"^Resource ('.*') is not present in a registry.*")
 
 
 def tried(vocabulary: Vocabulary, structured: StructuredOutputs) -> ProofAnswer:
-    """Do with this grammar what the last stage would do first, and return the result."""
+    """Build a grammar and its first mask, as the last stage would, and return whether that was possible."""
     try:
-        if is_lenient(structured):  # what is not supported is found without bounds for open objects
+        if is_lenient(structured):  # open objects need no leniency, so that what is not supported is found
             answer = _built(vocabulary, msgspec.structs.replace(structured, open_objects=True))
             if answer.error is not None:
                 return answer
         return _built(vocabulary, structured)
     except InvalidRequestError as error:
         return ProofAnswer(error.info())
-    except Exception as error:  # a panic of the library ends the process
+    except Exception as error:  # not a panic of the library: it ends the process
         return _invalid(str(error))
 
 
@@ -92,7 +95,7 @@ def _read(stream: BinaryIO) -> StructuredOutputs | None:
 
 
 def _limit_memory() -> None:
-    """Limit the memory to a little more than there is now."""
+    """Limit the memory to `_MEMORY_BYTES` more than the process has now, and write no core dumps."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + _MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -109,7 +112,7 @@ def _serve(directory: Path, eos_token_ids: list[int], seconds: float) -> None:
     _limit_memory()
     _write(sink, ProofAnswer())
     while (structured_outputs := _read(source)) is not None:
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # at its end the system ends the process
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # when they are used up, the system ends the process
         answer = tried(vocabulary, structured_outputs)
         signal.setitimer(signal.ITIMER_PROF, 0)
         _write(sink, answer)

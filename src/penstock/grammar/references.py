@@ -1,8 +1,8 @@
 """The references of a JSON schema by `$id`, `$anchor` or URN, written as JSON pointers.
 
-A schema within a document may have an address of its own (`$id`), against which the references in it are
-resolved, and names (`$anchor`). They are resolved here, so that what is read for bounds is what the grammar
-is built of. Nothing outside the document is ever opened.
+A schema within a document may have an address (`$id`) and names (`$anchor`). References in that schema are
+relative to the address. They are resolved here, so that the bounds are checked on the very schemas of which
+the grammar is built. Nothing outside the document is ever opened.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from penstock.grammar.schema_errors import unsupported
 from penstock.grammar.subschemas import Steps, pointer_to, steps_of, subschemas, value_at
 
 _SHOWN_CHARACTERS = 128  # of a reference, in a refusal
-# Of a pointer: a document of many short references to a place with a long path would grow without bound.
+# Of a pointer: many short references to a place with a long path would make a document grow without bound.
 _MAX_POINTER_CHARACTERS = 512
 
 
 def localize_references(document: dict[str, Any]) -> None:
-    """Write every `$ref` of a document as a JSON pointer from its root; addresses and names are removed.
+    """Write every `$ref` of a document as a JSON pointer from its root.
 
-    References that are such pointers already stay as they are.
+    References that are such pointers already stay as they are. Addresses and names are then removed, unless
+    there is at most one address, the root's, and no name.
 
     Raises:
         InvalidRequestError: a reference leads out of the document, or nowhere.
@@ -32,7 +33,7 @@ def localize_references(document: dict[str, Any]) -> None:
     index.read((), document, "", names_count=True)
     root_base = index.schemas[0].base
     position = 0
-    while position < len(index.schemas):  # more come where references lead to places that hold no schemas
+    while position < len(index.schemas):  # it grows when a reference leads to a place of no keyword
         schema, base = index.schemas[position].schema, index.schemas[position].base
         position += 1
         reference = schema.get("$ref")
@@ -55,7 +56,7 @@ def _address_keyword(document: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A schema of the document, with the address against which its references are resolved."""
+    """A schema of the document, with the address to which references in it are relative."""
 
     schema: dict[str, Any]
     base: str
@@ -66,8 +67,11 @@ class _Index:
     """The schemas of a document, with their addresses and names.
 
     Attributes:
-        addresses: steps to the schema that has an address.
-        names: steps to the schema that has a name within an address.
+        address_keyword: `$id`, or `id` in draft 4.
+        schemas: all schemas that were read.
+        addresses: steps to the schema of each address; the root is there even without one, as "".
+        names: steps to the schema of each name; a key is the address in which the name stands, and the name.
+        seen: `id()` of each schema that was read.
     """
 
     document: dict[str, Any]
@@ -78,11 +82,12 @@ class _Index:
     seen: set[int] = field(default_factory=set)
 
     def read(self, steps: Steps, value: Any, base: str, *, names_count: bool) -> None:
-        """Add the schema at these steps and those within it, unless they are there.
+        """Add the schema at these steps and the schemas within it, unless they were added before.
 
         Args:
-            base: the address of the schema in which it stands.
-            names_count: other schemas may refer to addresses and names in it.
+            value: the schema.
+            base: the address of the schema around it.
+            names_count: references may use the addresses and names in it.
         """
         waiting = [(steps, value, base)]
         while waiting:
@@ -95,11 +100,11 @@ class _Index:
             waiting += [(steps + more, nested, base) for more, nested in subschemas(schema)]
 
     def _base_of(self, schema: dict[str, Any], steps: Steps, base: str, *, names_count: bool) -> str:
-        """Return the address that holds in a schema; add it, and the schema's names."""
+        """Return the address that holds in a schema; if `names_count`, add the address and the names."""
         names = [schema.get("$anchor"), schema.get("$dynamicAnchor")]
         given = schema.get(self.address_keyword)
         address, _, name = given.partition("#") if isinstance(given, str) else ("", "", "")
-        names.append(name or None)  # the way in which older drafts write `$anchor`
+        names.append(name or None)  # older drafts write `$anchor` as the fragment of an address
         base = _joined(base, address) if address else base
         if names_count:
             if address or not steps:
@@ -110,7 +115,7 @@ class _Index:
         return base
 
     def resolve(self, reference: str, base: str) -> tuple[Steps, str]:
-        """Return the steps to what a reference leads to, and the address that holds around it."""
+        """Return the steps to the target of a reference, and the address that holds around the target."""
         address, _, fragment = _joined(base, reference).partition("#")
         if address not in self.addresses:
             raise _leads_nowhere(reference, "only references within the document are supported, not")
@@ -131,7 +136,7 @@ class _Index:
 
 def _joined(base: str, reference: str) -> str:
     if not reference or reference.startswith("#"):
-        return base + reference  # of addresses that have no paths, too
+        return base + reference  # `urljoin` would drop a base that has no path, such as a URN
     try:
         return urljoin(base, reference)
     except ValueError:

@@ -1,8 +1,9 @@
 """The bounds of a request's schema, pattern, choice or grammar, checked before anything is built of it.
 
-A JSON schema is read keyword by keyword: what the grammar would silently leave unobeyed is refused by name,
-and so are references out of the document and numbers that would unfold to huge grammars. Whether the rest can
-be obeyed is found out by building it (`grammar.proving`). Pure; opens nothing, runs no pattern.
+A JSON schema is read keyword by keyword. Keywords that the grammar would silently leave unobeyed are refused
+by name, and so are references out of the document and numbers that would unfold to huge grammars. Whether the
+rest can be obeyed is found out by building a grammar of it (`grammar.proving`). The checks open no file and
+run no pattern of the request.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from penstock.grammar.schema_text import COUNTS, OPTIONS, schemas_within
 from penstock.grammar.subschemas import steps_of, subschemas, value_at
 from penstock.request import StructuredOutputs
 
-# Constraints of one draft or another that llguidance reads over without a word.
+# Keywords that llguidance ignores without an error: constraints of one draft or another. Its own options are
+# refused here too; `_check_grammar` takes those that are allowed out before.
 _IGNORED = frozenset({"additionalItems", "disallow", "divisibleBy", "extends", OPTIONS})
 # Options of the library that leave constraints unobeyed.
 _LENIENT = frozenset({"lenient", "coerce_one_of"})
 
 
 def check_bounds(structured: StructuredOutputs, limits: GrammarLimits) -> None:
-    """Raise `InvalidRequestError` for a grammar that is too large, cannot be read or would not be obeyed."""
+    """Raise `InvalidRequestError` if a grammar is too large, cannot be read or would not be obeyed."""
     for text in _texts(structured):
         try:
             size = len(text.encode())
@@ -46,12 +48,12 @@ def check_bounds(structured: StructuredOutputs, limits: GrammarLimits) -> None:
 
 
 def check_schema(text: str, limits: GrammarLimits) -> None:
-    """Check a schema but for its length: it is part of something whose length is bounded."""
+    """Check a schema, except for its length; the caller has bounded that of the text around it."""
     _check_document(_document(text, limits), limits)
 
 
 def _check_grammar(grammar: str, limits: GrammarLimits) -> None:
-    """Check the schemas in a grammar; it may say by options of the library how their JSON is written."""
+    """Check the schemas in a grammar. Each may have library options that say how its JSON is written."""
     for schema in schemas_within(grammar):
         if not isinstance(schema, dict):
             continue
@@ -74,7 +76,7 @@ def _texts(structured: StructuredOutputs) -> Iterator[str]:
 
 
 def _document(text: str, limits: GrammarLimits) -> dict[str, Any]:
-    if _brackets(text) > 2 * limits.max_schema_depth + 2:  # of schemas and of the maps between them
+    if _brackets(text) > 2 * limits.max_schema_depth + 2:  # a level has a schema and a map or list around it
         raise _too_deep(limits)
     try:
         document = msgspec.json.decode(text)
@@ -86,7 +88,7 @@ def _document(text: str, limits: GrammarLimits) -> dict[str, Any]:
 
 
 def _brackets(text: str) -> int:
-    """Return the depth of brackets, or more: those in strings count too."""
+    """Return about how deep brackets nest. It is not exact, because brackets in strings count too."""
     depth = deepest = 0
     for character in text:
         if character in "[{":
@@ -104,8 +106,8 @@ class _Reader:
     limits: GrammarLimits
     document: dict[str, Any]
     num_enum_items: int = 0
-    found: list[Any] = field(default_factory=list)  # that references lead to, and are to be read yet
-    seen: set[int] = field(default_factory=set)  # identities of schemas
+    found: list[Any] = field(default_factory=list)  # targets of references, still to be read
+    seen: set[int] = field(default_factory=set)  # `id()` of each schema that was read
 
     def read_all(self) -> None:
         self.found.append(self.document)
@@ -166,8 +168,8 @@ class _Reader:
 def _check_num_fields(schema: dict[str, Any]) -> None:
     """Refuse a `minProperties` that the grammar cannot promise.
 
-    The grammar counts fields as they are written, and one whose name is free may be written twice: it can
-    promise the required ones and one more.
+    The grammar counts fields as they are written, and a field whose name is free may be written twice. So it
+    can promise the required fields and one more, and not that further ones have different names.
     """
     required = schema.get("required")
     surely = 1 + (len(required) if isinstance(required, list) else 0)

@@ -1,8 +1,9 @@
-"""The texts of JSON schemas and grammars of requests as the library of grammars is given them.
+"""Translates the JSON schemas and grammars of requests into texts as the library of grammars reads them.
 
-`json_schema` and `lark_grammar` return the text as it came where there is nothing to change. Otherwise
-references are JSON pointers, patterns and numbers are in the library's notation, and open objects are settled
-(`open_objects`). The same text always gives the same, so that what was proved is what the last stage builds.
+The library is llguidance. In a text for it references are JSON pointers, patterns and numbers are in its
+notation, and open objects are settled (`open_objects`). A schema that needs no change is returned as it came;
+schemas within a grammar are written anew in any case. The same request always gives the same text, so that
+the last stage builds what was proved.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from penstock.grammar.subschemas import every_schema
 from penstock.request import StructuredOutputs
 
 COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
-# A schema within a grammar, and what may look like one: literals, expressions, comments and names of tokens,
-# as the library splits a grammar into words. A text of which it makes other words is refused by it.
+# Finds `%json`, which stands before a schema within a grammar. The other words are found to be skipped, since
+# `%json` means nothing within them: literals, comments, expressions and names of tokens. The library splits
+# a grammar into the same words; where it does not, it refuses the grammar.
 _WORD = re.compile(
     r'"(?:\\.|[^"\\])*(?:"|\\?\Z)'
     r"|(?:#|//)[^\n]*"
@@ -36,11 +38,11 @@ OPTIONS = "x-guidance"  # of the library, at the root of a schema
 
 
 class LibraryText(msgspec.Struct, frozen=True):
-    """A schema or a grammar as the library is given it.
+    """A schema or a grammar as the library reads it.
 
     Attributes:
-        is_lenient: the library does not refuse what it does not support; it must have taken the text as it
-            came, with open objects, before.
+        is_lenient: the library must not refuse what it does not support. Then it must have accepted the same
+            request before, with open objects, for which it need not be lenient.
     """
 
     text: str
@@ -48,10 +50,11 @@ class LibraryText(msgspec.Struct, frozen=True):
 
 
 def json_schema(text: str, *, open_objects: bool) -> LibraryText:
-    """Return a schema as the library is given it.
+    """Return a schema as the library reads it.
 
     Args:
-        open_objects: objects stay as open as JSON Schema has them.
+        text: the schema of a request.
+        open_objects: leave objects as open as JSON Schema has them; else they are closed or bounded.
 
     Raises:
         InvalidRequestError: a reference in it leads nowhere.
@@ -64,7 +67,7 @@ def json_schema(text: str, *, open_objects: bool) -> LibraryText:
 
 
 def lark_grammar(text: str, *, open_objects: bool) -> LibraryText:
-    """Return a grammar with the schemas in it as the library is given them; raises as `json_schema`."""
+    """Return a grammar in which the schemas are as the library reads them; raises as `json_schema`."""
     pieces, position, is_any_lenient = [], 0, False
     for start, end, schema in _embedded(text):
         if _prepare(schema, open_objects=open_objects):
@@ -76,7 +79,7 @@ def lark_grammar(text: str, *, open_objects: bool) -> LibraryText:
 
 
 def is_lenient(structured: StructuredOutputs) -> bool:
-    """Return whether the library reads what a request asks for leniently."""
+    """Return whether the library must be lenient with the schemas of a request (`LibraryText`)."""
     open_objects = structured.open_objects
     if structured.json is not None:
         return json_schema(structured.json, open_objects=open_objects).is_lenient
@@ -109,7 +112,7 @@ def _embedded(grammar: str) -> Iterator[tuple[int, int, Any]]:
 
 
 def _prepare(document: Any, *, open_objects: bool) -> bool:
-    """Change a schema for the library; return whether it must be read leniently."""
+    """Change a schema in place, as the library reads it; return whether the library must be lenient."""
     if not isinstance(document, dict):
         return False
     localize_references(document)

@@ -1,8 +1,9 @@
 """Keeps special tokens apart from text of the same letters.
 
-llguidance splits text that must come into tokens as the tokenizer does: where a literal contains `<|end|>`,
-it would return the token of that name, which is not text. So the tokenizer that it is given calls them by
-names that do not occur in texts, and grammars that mean the token say its id.
+Where a grammar leaves only one text, llguidance splits that text into tokens as the tokenizer does. For a
+literal with `<|end|>` it would return the special token of that name, which is not text. So special tokens
+have other names in the tokenizer that llguidance gets, names that do not occur in texts. A grammar that means
+a special token names its id.
 """
 
 from __future__ import annotations
@@ -13,21 +14,20 @@ from typing import Any
 
 from penstock.tokenizer.detokenizer import byte_level_alphabet
 
-MOST_ADDED_TOKENS = (
-    30_000  # to open these takes time with their square: 3 s for so many, a minute for 150,000
-)
+# The time to open a tokenizer grows with the square of their number: 3 s for so many, a minute for 150,000.
+MOST_ADDED_TOKENS = 30_000
 _MARK = "\ufdd0"  # a code point that Unicode keeps free of characters
 # Literals, expressions and comments, in which `<...>` is text; elsewhere in a grammar it names a token.
 _WORD = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?:#|//)[^\n]*|<[^<>\s]+>')
 
 
 def set_apart(tokenizer: str) -> tuple[str, dict[str, int]]:
-    """Return a `tokenizer.json` whose special tokens have other names, and the ids of the usual names.
+    """Return a `tokenizer.json` with other names for special tokens, and their ids by their usual names.
 
-    What is put around a prompt is left out, since it says them too.
+    The part that puts tokens around a prompt (`post_processor`) is left out: it has the usual names, too.
 
     Raises:
-        ValueError: this is not a tokenizer, or it has too many added tokens.
+        ValueError: the text is not a tokenizer that can be read, or has too many added tokens.
     """
     document = json.loads(tokenizer)
     _require_few(document)
@@ -59,9 +59,11 @@ def _require_few(document: Any) -> None:
 
 
 def _spelled(document: dict[str, Any], vocab: Any) -> dict[str, str]:
-    """Return new names for added tokens that are text and look like the spelling of other bytes.
+    """Return new names for added tokens whose text looks like the spelling of other bytes.
 
-    llguidance takes every name that can be one for a spelling, as `ü` for the byte 0xFC.
+    In a byte-level vocabulary a name spells bytes, one letter for each: `ü` is the byte 0xFC. The name of an
+    added token is its text itself, but llguidance takes it for a spelling if all letters could be in one. So
+    such a token gets the name that spells the bytes of its text.
     """
     if (document.get("decoder") or {}).get("type") != "ByteLevel" or not isinstance(vocab, dict):
         return {}
@@ -74,7 +76,7 @@ def _spelled(document: dict[str, Any], vocab: Any) -> dict[str, str]:
 
 
 def name_by_id(grammar: str, ids: dict[str, int]) -> str:
-    """Return a grammar in the Lark-like language whose special tokens are said by ids, as in `<[5]>`."""
+    """Return a grammar in llguidance's notation with ids in place of names of special tokens, as `<[5]>`."""
 
     def renamed(word: re.Match[str]) -> str:
         return f"<[{ids[word[0]]}]>" if word[0] in ids else word[0]

@@ -29,9 +29,9 @@ def subschemas(schema: dict[str, Any]) -> Iterator[tuple[Steps, Any]]:
 
 
 def every_schema(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the schemas of a document once each: those at known places, and those that references lead to.
+    """Return each schema of a document once: schemas at places of keywords, and targets of references.
 
-    References are JSON pointers that lead somewhere (`references`).
+    All references must be JSON pointers that lead somewhere; `references` writes them so.
     """
     found: dict[int, dict[str, Any]] = {}
     waiting: list[Any] = [document]
