@@ -1,10 +1,12 @@
-"""Splits an answer that is a row of messages, each with a header, into thoughts, text and calls.
+"""Splits an answer that is a sequence of messages, each with a header, into thoughts, text and calls.
 
-A header says what its message is: a thought, a text for the user, or a call. A `Dialect` says how the headers
-of a family look and what ends a message. In harmony a message is a header, `<|message|>`, a body and a mark
-that ends it: `<|channel|>analysis<|message|>...<|end|>`. A call comes out as content in the one spelling that
-`form_table` has a row for, however the model has written its header. What comes out does not depend on how
-the text was cut. Called by `reasoning`.
+A header says what its message is: a thought, a text for the user, or a call. A `Dialect` says how a family of
+models writes headers, and what ends a message. In the dialect `harmony` a message is a header that ends with
+`<|message|>`, a text, and a mark that ends the message: `<|channel|>analysis<|message|>...<|end|>`.
+
+A call is given as content, in which `tool_calls` finds it later. It has the one spelling that a row of
+`form_table` describes, however the model has written the header. What is given does not depend on how the
+text was cut. Called by `reasoning` and `form_detection`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ _MAX_HEADER = 512  # characters
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """The kind of a message, and the marks around its text where it is a call."""
+    """The kind of a message, and the marks that are given around its text if it is a call."""
 
     kind: PieceKind
     before: str = ""
@@ -35,11 +37,11 @@ class Dialect:
     """The form in which the messages of a family begin and end.
 
     Attributes:
-        header: of a message, from its beginning.
+        header: matches the header of a message, at the beginning of a text.
         begun: matches a text, as a whole, that more text may turn into a header.
-        body: of the message that such a header begins.
-        ends: marks behind the text of a message.
-        start: the one of them that is the beginning of the next header.
+        body: returns the `Body` of the message that a header begins.
+        ends: marks that end the text of a message.
+        start: the one of `ends` that is also the beginning of the next header.
     """
 
     header: re.Pattern[str]
@@ -53,7 +55,7 @@ class MessageSplitter:
     """Splits one answer.
 
     Args:
-        dialect: of the model.
+        dialect: the dialect of the model's family.
         is_open: the answer begins inside of the reasoning, since the prompt has opened it.
     """
 
@@ -67,7 +69,7 @@ class MessageSplitter:
 
     @property
     def is_closed(self) -> bool:
-        """Whether there was reasoning, and it has ended."""
+        """Whether a thought has ended; another one may follow."""
         return self._is_closed
 
     @property
@@ -76,7 +78,7 @@ class MessageSplitter:
         return self._body is _THOUGHT
 
     def feed(self, text: str) -> list[Piece]:
-        """Return what these characters bring."""
+        """Return the pieces that these characters bring."""
         text, self._held = self._held + text, ""
         pieces: list[Piece] = []
         while text:
@@ -84,15 +86,19 @@ class MessageSplitter:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """Return what was held back, when no more text comes; a header without its message is left out."""
+        """Return what was held back, when no more text comes.
+
+        A header that begins with `<|` and has no message behind it is left out.
+        """
         held, self._held = self._held, ""
         if not held or (self._body is _NO_BODY and held.lstrip().startswith("<|")):
             return []
         return [Piece(self._body.kind, held)]
 
     def _header(self, text: str, pieces: list[Piece]) -> str:
-        """Read a header; return the text behind it, and nothing while it is not whole."""
-        # A header is looked for in its first characters alone, so that it is one however the text was cut.
+        """Read a header; return the text behind it, or "" while the header may not be whole yet."""
+        # Only the first `_MAX_HEADER` characters count. Otherwise it would depend on how the text was cut
+        # whether a longer text is a header.
         match = self._dialect.header.match(text[:_MAX_HEADER])
         if match is None and len(text) < _MAX_HEADER and self._dialect.begun.fullmatch(text):
             self._held = text
@@ -130,7 +136,7 @@ class MessageSplitter:
 
 
 def _begun(*beginnings: str) -> re.Pattern[str]:
-    """Match a text that is a part of one of these, or begins with one."""
+    """Return a pattern of texts that begin with one of these, or that one of these begins with."""
     parts = {re.escape(mark[:size]) for mark in beginnings for size in range(1, len(mark))}
     wholes = map(re.escape, beginnings)
     return re.compile(rf"\s*(?:(?:{'|'.join(wholes)}).*|{'|'.join(sorted(parts))})?", re.DOTALL)
@@ -141,7 +147,11 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 def _of_harmony(header: re.Match[str]) -> Body:
-    """A message on the channel `analysis` is a thought, one with a recipient is a call of it."""
+    """Return the body of a harmony message.
+
+    With a recipient the message is a call of that recipient; else it is a thought on the channel `analysis`,
+    and text on any other channel.
+    """
     text = header[0].rpartition("<|start|>")[2]
     recipient = _RECIPIENT.search(text)
     if recipient is not None:
@@ -151,19 +161,19 @@ def _of_harmony(header: re.Match[str]) -> Body:
 
 
 def _of_muse(header: re.Match[str]) -> Body:
-    """A message to itself is a thought; one to a function is the call that stands in its text."""
+    """Return the body of a message of Muse: to `self` it is a thought, else text with or without a call."""
     return _THOUGHT if header[1] == "self" else _ANSWER
 
 
 def _of_solar(header: re.Match[str]) -> Body:
-    """The mark before a message says what it is."""
+    """Return the body of a message of Solar; the mark in the header says what the message is."""
     if header[1] == "tool_calls":
         return Body("content", "<|tool_calls|>", "<|calls|>")
     return _THOUGHT if header[1] == "think" else _ANSWER
 
 
 def _of_functionary(header: re.Match[str]) -> Body:
-    """The first line of a message is who it is for: `all`, or a function."""
+    """Return the body of a message of Functionary; the header names a recipient: `all`, or a function."""
     return _ANSWER if header[1] is None else Body("content", f">>>{header[1]}\n")
 
 

@@ -1,8 +1,8 @@
 """The types of a tool's arguments, and the JSON of an argument that a model wrote as bare text.
 
-In the XML forms of calls a value has no quotes: whether `5` is a number or a string only the tool's JSON
-schema says. A string stays the text that it is. Called by `framed_calls`; `framed_grammar` asks for the same
-types.
+In the XML forms of calls a value has no quotes: only the tool's JSON schema says whether `5` is a number or a
+string. A string stays the text that it is. Called by the readers (`framed_calls`, `nested_arguments`) and by
+what writes calls and their grammars (`call_writer`, `framed_grammar`), so that all see the same types.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _NAME_OF = {bool: "boolean", int: "integer", float: "number", str: "string", dic
 
 
 def argument_types(schema: Any, root: Schema) -> frozenset[str]:
-    """Return the names of the JSON types that a value may have; none of them: the schema does not say.
+    """Return the names of the JSON types that a value may have; empty if the schema does not say.
 
     Args:
-        schema: of the value.
-        root: of all arguments, whose definitions a `$ref` names.
+        schema: the schema of the value.
+        root: the schema of all arguments, in which a `$ref` finds definitions.
     """
     return _types(schema, root, _MAX_REFERENCES)
 
@@ -36,7 +36,7 @@ def argument_types(schema: Any, root: Schema) -> frozenset[str]:
 def json_argument(text: str, types: frozenset[str]) -> str:
     """Return the JSON of a value that was written as bare text.
 
-    What fits none of its types is a string: the client sees what the model has written.
+    A text that fits none of the types becomes a string, so that the client sees what the model has written.
     """
     if types == {"string"}:
         return _quoted(text)
@@ -67,12 +67,12 @@ def _type_of(value: str) -> str:
 
 
 def _widened(types: frozenset[str]) -> frozenset[str]:
-    """The types, and those that are written in place of them: `3` for a number, and `3.0` for an integer."""
+    """Return the types, and those that may stand in their place: `3` for a number, `3.0` for an integer."""
     return types | _NUMBERS if types & _NUMBERS else types
 
 
 def resolved(schema: Any, root: Schema) -> Schema:
-    """Return a schema, or the definition that it names; an empty one where there is none."""
+    """Return a schema, or the definition to which its `$ref` leads; an empty one if there is no schema."""
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, Mapping):
             return {}
@@ -103,7 +103,7 @@ def _types(schema: Any, root: Schema, num_references: int) -> frozenset[str]:
 
 
 def _types_of_values(schema: Schema) -> frozenset[str]:
-    """Types of the values that a schema lists."""
+    """Return the types of the values that a schema lists."""
     listed = schema.get("enum")
     values = listed if isinstance(listed, list) else [schema[key] for key in ("const",) if key in schema]
     return frozenset(map(json_type, values))

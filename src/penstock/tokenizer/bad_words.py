@@ -1,12 +1,13 @@
-"""From words that a text may not have to the ids that are not generated: vLLM's `bad_words`.
+"""Turns words that a text may not have into sequences of ids that are not generated: vLLM's `bad_words`.
 
-A word is looked for where a text begins and where it goes on, which in most vocabularies are other tokens:
-without a space before it, and with one if that makes another first token. What is forbidden are these
-sequences of tokens, not the characters: a model that writes the same letters by other tokens is not stopped.
-vLLM leaves out a form with a space that is longer or shorter than the other; here it counts too.
+In most vocabularies a word has other tokens at the beginning of a text than behind other words. So two
+sequences are forbidden: the tokens of the word, and those of the word with a space before it, if their first
+tokens differ. Only these sequences are forbidden, not the characters: a model that writes the same letters
+with other tokens is not stopped. vLLM leaves out the sequence with a space if it is longer or shorter than
+the other; here it counts too.
 
-Called by the fronts (`server.openai.sampling`, `llm.prompt_preparer`); the last stage keeps to it
-(`sample.bad_words`).
+Called where prompts are made into ids (`server.openai.sampling`, `llm.prompt_preparer`). The last stage keeps
+the sequences from being sampled (`sample.bad_words`).
 """
 
 from __future__ import annotations
@@ -31,20 +32,24 @@ class Encode(Protocol):
 def with_bad_words(sampling: SamplingParams, encode: Encode, vocab_size: int) -> SamplingParams:
     """Return `sampling` with `bad_word_ids` in place of `bad_words`, which were validated.
 
+    Args:
+        encode: turns text into ids.
+        vocab_size: number of ids that the model can generate; a sequence with a higher id is left out.
+
     Raises:
-        InvalidRequestError: a word is nothing but space or too many tokens, or the model has no tokenizer.
+        InvalidRequestError: a word has only white space or too many tokens, or the model has no tokenizer.
     """
     if not sampling.bad_words:
         return sampling
     word_ids = list(sampling.bad_word_ids)
     for word in sampling.bad_words:
-        word_ids += [ids for ids in _forms(word, encode) if max(ids) < vocab_size]  # others are not generated
+        word_ids += [ids for ids in _forms(word, encode) if max(ids) < vocab_size]
     unique = list(dict.fromkeys(map(tuple, word_ids)))
     return msgspec.structs.replace(sampling, bad_words=[], bad_word_ids=[list(ids) for ids in unique])
 
 
 def _forms(word: str, encode: Encode) -> list[list[int]]:
-    """The tokens of a word at the beginning of a text, and behind others if those are different there."""
+    """Return the tokens of a word, and of the word with a space before it if their first one differs."""
     word = word.lstrip()
     try:
         forms = [encode(before + word, add_special_tokens=False) if word else [] for before in ("", " ")]

@@ -1,8 +1,9 @@
 """Reads one call of a tool, or several that stand together, character by character.
 
-The grammar is written as generators: each begins at the character in `_char` and yields when it has taken
-it, to get the next one there; it ends at the first character that is not its own. What a call is, is
-`tool_calls`' matter, which makes a reader for each place where one may begin.
+Each rule of the grammar of calls is a generator. It begins at the character in `_char`; when it has taken
+that character it yields, and then finds the next one in `_char`. It ends at the first character that does not
+belong to it. `tool_calls` makes a reader for each place where a call may begin; its docstring says what a
+call is.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ class CallReader:
 
     Args:
         form: the form of the model's calls.
-        names: tools of the request.
+        names: names of the request's tools.
         pieces: the list to which the calls go.
         before: text that was read already: a marker, and white space before it.
         is_marked: whether there is a marker.
 
     Attributes:
         is_done: whether the calls have ended.
-        broken: once it is done: the whole last call, where that is not sound and nothing follows it yet.
+        broken: once it is done: the text of the last call, if that is not sound and was not given as a piece.
         rest: white space that was read after the broken call.
     """
 
@@ -49,7 +50,7 @@ class CallReader:
         self, form: ToolFormat, names: Set[str], pieces: PieceList, before: str, *, is_marked: bool
     ) -> None:
         self.is_done = False
-        self._text: str | None = None  # what was taken for the next call, and was none
+        self._text: str | None = None  # what was read as the next call, and is not one
         self.broken = ""
         self.rest = ""
         self._form = form
@@ -58,9 +59,9 @@ class CallReader:
         self._is_marked = is_marked
         self._char = ""
         self._raw = list(before)  # what was read since the last sound call, `_char` included
-        self._broken_end = 0  # how much of it is a call that is not sound
-        self._arguments_at: int | None = None  # those of a call that has begun: where they begin in `_raw`
-        self._num_given = 0  # characters of them
+        self._broken_end = 0  # how many characters of `_raw` are a call that is not sound
+        self._arguments_at: int | None = None  # where in `_raw` the arguments of a begun call begin
+        self._num_given = 0  # characters of these arguments that were given
         self._is_sound: list[bool] = []  # of each call that was read to its end
         self._reading = self._calls()
 
@@ -76,7 +77,7 @@ class CallReader:
 
     @property
     def is_open(self) -> bool:
-        """Whether a closing marker is to come: behind calls, unless text has followed one that is broken."""
+        """Whether a closing marker may follow: there was a call, and no text behind it if it is broken."""
         return bool(self._is_sound) and (self._is_sound[-1] or bool(self.broken))
 
     @property
@@ -108,7 +109,7 @@ class CallReader:
         return len(text)
 
     def finish(self) -> None:
-        """End the text: what was read of a call that is not whole becomes content, or broken."""
+        """End the text. An unfinished call is given as broken if its name was given, else it is `content`."""
         raw = "".join(self._raw)
         if self._arguments_at is not None or self._broken_end:
             self._pieces.give("broken", raw)
@@ -140,7 +141,7 @@ class CallReader:
             self._note_broken()
 
     def _more_objects(self) -> Reading:
-        """Further ones, where a call needs no marker or several stand behind one."""
+        """Read further objects, if the family's calls need no marker or several stand behind one."""
         while self._form.is_bare or self._form.is_lines:
             yield from self._spaces()
             is_separated = self._char in _SEPARATORS
@@ -150,14 +151,14 @@ class CallReader:
             if self._char == "{":
                 yield from self._object()
             elif is_separated:
-                raise NotACall  # it is a part of the text
+                raise NotACall  # the separator is a part of the text
             else:
                 return
 
     def _object(self) -> Reading:
-        """A call as an object, its keys in any order."""
+        """Read a call that is an object, its keys in any order."""
         self._expect("{")
-        self._give_broken(len(self._raw) - 1)  # whatever stood between the two is no part of this one
+        self._give_broken(len(self._raw) - 1)  # a broken call before ends here, with all that stands between
         name, arguments = "", "{}"
         while True:
             yield  # the bracket, or the comma
@@ -184,7 +185,7 @@ class CallReader:
         yield
 
     def _end_of_object(self) -> Reading:
-        """What stands behind the arguments; a bracket that is missing is forgiven."""
+        """Read what stands behind the arguments. The closing bracket may be missing."""
         yield from self._spaces()
         while self._char == ",":
             yield
@@ -221,7 +222,7 @@ class CallReader:
         raise NotACall
 
     def _streamed(self, name: str, id_: str = "") -> Reading:
-        """The arguments, from their first bracket to their last, as they come."""
+        """Read the arguments, from their first bracket to their last, and give them as they come."""
         self._pieces.give("call", name, id_)
         self._arguments_at, self._num_given = len(self._raw) - 1, 0
         yield from self._balanced()
@@ -232,7 +233,7 @@ class CallReader:
         yield
 
     def _note_end(self, *, is_sound: bool) -> None:
-        """What was read so far is a call: none of it will be content, unless it is not sound."""
+        """Note that what was read so far is a call: it is dropped if it is sound, else kept as broken."""
         self._is_sound.append(is_sound)
         if is_sound:
             self._raw.clear()
@@ -240,12 +241,12 @@ class CallReader:
             self._broken_end = len(self._raw)
 
     def _note_broken(self) -> None:
-        """A call that is not sound reaches up to here; the character in hand is behind it."""
+        """Note that a call that is not sound, if there is one, ends right before the character in hand."""
         if self._broken_end:
             self._broken_end = len(self._raw) - 1
 
     def _give_broken(self, end: int) -> None:
-        """So many characters of what was read are a call that is not sound, if there is one."""
+        """Give the first `end` characters of `_raw` as broken, if a call among them is not sound."""
         if self._broken_end:
             self._pieces.give("broken", "".join(self._raw[:end]))
             del self._raw[:end]
@@ -273,7 +274,7 @@ class CallReader:
             yield
 
     def _key(self) -> Generator[None, None, str]:
-        """A key with its colon, and the white space around them."""
+        """Read a key with its colon, and the white space around them; return the key."""
         yield from self._spaces()
         key = yield from self._string()
         yield from self._spaces()
@@ -296,7 +297,7 @@ class CallReader:
             raise NotACall from None
 
     def _value(self) -> Generator[None, None, str]:
-        """Arguments that are not given as they come: before the name, or in a string that holds them."""
+        """Return arguments that are not given as they come: they stand before the name, or in a string."""
         if self._char == '"':
             text = yield from self._string()
         else:
@@ -310,7 +311,7 @@ class CallReader:
         raise NotACall
 
     def _balanced(self) -> Reading:
-        """From a bracket to the one that closes it; that one is still to be read."""
+        """Read from a bracket up to the one that closes it, which is still to be read."""
         depth, in_string, escaped = 0, False, False
         while True:
             character = self._char

@@ -1,9 +1,9 @@
-"""Writes calls as a row of `tool_formats` has them, and tells a model of tools where its template does not.
+"""Writes calls in the form of a model's family, and tells a model of tools if its template does not.
 
-Some templates leave former calls out of a conversation, or take no tools. A model that was trained for calls
-then sees neither what it has done nor what it can do; so the calls are written into the text of the message,
-and the tools into the system's, each in the model's own form. `chat_template` does so; tests read back what
-is written.
+Some templates leave former calls out of a conversation, or do not show tools. A model that was trained for
+calls then does not see what it has done, or what it can do. So `chat_template` adds to the prompt what is
+written here: former calls to the text of their message, and tools, with an example of a call, to the system
+message. The form of calls is a row of `form_table`. Tests read back the calls that are written here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EXAMPLE = {"first_argument": "value", "second_argument": 2}
 
 
 def written_tools(form: ToolFormat, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return a text about the tools, and about how they are called."""
+    """Return a text for the system message: the tools, and an example of a call in this form."""
     shown = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     return _TOOLS.format(tools=shown, example=written_calls(form, [("tool_name", _EXAMPLE)]))
 
@@ -66,7 +66,7 @@ def _framed(form: ToolFormat, frame: Frame, calls: Sequence[tuple[str, Mapping[s
 
 
 def _head(frame: Frame, index: int, name: str) -> str:
-    """A call's id, name and number, with the marks between them."""
+    """Return a call's id, name and number, with the marks between them."""
     id_ = f"call_{index}{frame.id_end}" if frame.id_end else ""
     number, name_end = f":{index}" if frame.has_index else "", frame.name_end
     if frame.number_attribute:

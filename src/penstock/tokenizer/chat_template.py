@@ -1,19 +1,19 @@
 """Renders a conversation by the model's own chat template, in a sandbox with a fuel limit.
 
-The template is Jinja text from `chat_template.jinja` or `tokenizer_config.json`, run by minijinja: no Python
-object is within its reach, and `fuel` ends what does not end by itself. Filters and functions are those that
-templates for Hugging Face models expect.
+The template is Jinja text that `template_files` has found. minijinja runs it (`jinja_environment`): the
+template reaches no Python object, and it fails once it has used up its fuel, a number of instructions.
+Filters and functions are those that templates for Hugging Face models expect.
 
-Special tokens count only where the *template* wrote them. Each one found in a message is broken by a mark (a
-private-use character that no message holds) before rendering; afterwards the rendered text is cut at the
-special tokens that remain, which are the template's own, and the marks are removed. The same is done with
-tools and all else that a client may hand to the template.
+Special tokens count only where the *template* wrote them. Before rendering, each special token in a message
+is broken by a mark, a private-use character that no message has. After rendering, the text is cut at the
+special tokens that are whole, which are the template's own, and the marks are removed. Tools and all other
+values that a client may hand to the template are treated in the same way.
 
 Templates differ in how they take the arguments of former calls of tools: as an object or as JSON text. Which
-one a template takes is found out by trying (`CallForm`). In which form the model itself writes calls and
-thoughts is found in the same way: a call is rendered, and `form_detection` sees which reader can read it.
+one a template takes is found out by trying (`CallForm`). The form in which the model itself writes calls and
+thoughts is found in a similar way: a call is rendered, and `form_detection` sees which reader can read it.
 
-Called by `llm` and by the server's routes that take conversations.
+`template_files` makes the templates; `llm` and the server's routes that take conversations call them.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class CallForm(msgspec.Struct, frozen=True, kw_only=True):
     """The form in which a template takes former calls of tools.
 
     Attributes:
-        is_text: arguments as JSON text, and not as an object.
-        content: content of a message that has calls and no text.
+        is_text: arguments are JSON text, and not an object.
+        content: the `content` of a message that has calls and no text.
     """
 
     is_text: bool = False
@@ -62,30 +62,33 @@ class CallForm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatTemplate(Protocol):
-    """Turns messages into a prompt. Safe to call from several threads.
+    """Turns messages into a prompt. Several threads may call it at once.
 
-    Of both methods: `continue_final_message` ends the prompt with the text of the last message, for the
-    answer to go on from there; `extra` are variables for the template, `tools` among them.
+    Both methods have the same options:
+
+    - `add_generation_prompt`: the template may end the prompt with the beginning of an answer.
+    - `continue_final_message`: the prompt ends with the text of the last message; the answer continues it.
+    - `extra`: variables for the template, `tools` among them.
     """
 
     @property
     def source(self) -> str:
-        """The template's own text; "" where there is none."""
+        """The template's text; "" if there is no template."""
         ...
 
     @property
     def reads(self) -> frozenset[str]:
-        """The variables that it looks at; `tools` among them where it takes tools in any way."""
+        """The variables that the template looks at, and `tools` if the model sees them in any way."""
         ...
 
     @property
     def tool_format(self) -> str:
-        """The row of `tool_formats` that reads the calls which it shows; "" where no row does."""
+        """The name of the row of `form_table` that reads the calls which the template shows; "" for none."""
         ...
 
     @property
     def reasoning_format(self) -> str:
-        """The row by which it shows reasoning; "" where it shows none."""
+        """The name of the row of `form_table` by which the template shows reasoning; "" for none."""
         ...
 
     def render(
@@ -107,12 +110,15 @@ class ChatTemplate(Protocol):
         continue_final_message: bool = False,
         **extra: Any,
     ) -> list[int]:
-        """Return the prompt as token ids; `InvalidRequestError` where the template refuses the messages."""
+        """Return the prompt as token ids.
+
+        Both methods raise `InvalidRequestError` if the template refuses the messages.
+        """
         ...
 
 
 class AbsentChatTemplate:
-    """A model without a chat template."""
+    """The `ChatTemplate` of a model that has none: it refuses all messages."""
 
     source = ""
     reads: frozenset[str] = frozenset()
@@ -136,7 +142,7 @@ class JinjaChatTemplate:
 
     Args:
         source: the template.
-        special_tokens: names that templates use: `bos_token`, `eos_token`, ...
+        special_tokens: texts of special tokens by their variables in templates: `bos_token`, `eos_token`, ...
         tokenizer: encodes the rendered text.
         tool_source: another template, for requests with tools; "" where there is none.
         name: what errors call the template: its file.
@@ -205,10 +211,10 @@ class JinjaChatTemplate:
 
     @cached_property
     def call_form(self) -> CallForm:
-        """The way in which the template shows a call.
+        """The form in which the template is given calls.
 
-        Arguments that are text keep their spelling in JSON; a template that writes them in a way of its own
-        is given an object.
+        Arguments are given as text if the template takes them so, since that keeps the client's spelling. But
+        a template that writes the arguments of an object otherwise than as JSON is given an object.
         """
         text, text_form = self._shown_with(is_text=True)
         shown, form = self._shown_with(is_text=False)
@@ -216,15 +222,15 @@ class JinjaChatTemplate:
         return text_form if text and not is_own_way else form
 
     def _shown_with(self, *, is_text: bool) -> tuple[str, CallForm]:
-        """Return a conversation with a call, and the form in which the call is in it; "" where it is not."""
+        """Return a conversation with a call, and the form of the call; "" if its arguments are not shown."""
         form, form_alone = (CallForm(is_text=is_text, content=content) for content in ("", None))
         shown, shown_alone = self._try(form), self._try(form_alone)
-        if shown_alone and (not shown or len(shown_alone) < len(shown)):  # the text of no text is left out
+        if shown_alone and (not shown or len(shown_alone) < len(shown)):  # "" adds something
             return shown_alone, form_alone
         return shown, form if shown else CallForm()
 
     def _try(self, form: CallForm) -> str:
-        """A conversation with a call in this form; "" where its arguments are not in it."""
+        """Return a conversation with a call, given in this form; "" if its arguments are not shown."""
         messages = [_with_call_form(message, form) for message in Probe.conversation()]
         try:
             rendered = self._run(messages, True, {"tools": Probe.tools()})
@@ -239,17 +245,17 @@ class JinjaChatTemplate:
 
     @cached_property
     def _told_form(self) -> ToolFormat | None:
-        """The form in which tools are described by us, to a model whose template shows calls and no tools."""
+        """The form in which Penstock describes tools; None unless the template shows calls and no tools."""
         is_shown = "tools" in self._variables or self._tools_as is not _no_change
         return None if is_shown else _row_named(self.tool_format)
 
     @cached_property
     def _written_form(self) -> ToolFormat | None:
-        """The form in which former calls are written by us, for a template that shows tools and no calls."""
+        """The form in which Penstock writes former calls; None if it is unknown, or calls are shown."""
         return None if "tool_calls" in self.source else format_by_signs(self.source)
 
     def _told(self, messages: list[dict[str, Any]], extra: dict[str, Any]) -> list[dict[str, Any]]:
-        """Messages in which the model finds the tools and the calls that the template does not show."""
+        """Return the messages with the tools and calls in their text that the template does not show."""
         if self._written_form is not None:
             messages = [_with_written_calls(message, self._written_form) for message in messages]
         if not extra.get("tools") or self._told_form is None:
@@ -268,7 +274,7 @@ class JinjaChatTemplate:
         return shown_reasoning_format(self._probed)
 
     def _probed(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, **extra: Any) -> str:
-        """What the template makes of a conversation; "" where it refuses or fails."""
+        """Return what the template makes of a conversation; "" if it refuses the messages or fails."""
         try:
             return self._run([self._plain(message) for message in messages], add_generation_prompt, extra)
         except InvalidRequestError:
@@ -277,15 +283,14 @@ class JinjaChatTemplate:
     def _plain(self, message: Message) -> dict[str, Any]:
         plain = _plain(message)
         if plain.get("role") == "developer" and "developer" not in self.source:
-            plain["role"] = (
-                "system"  # which is what it was called; templates leave out roles that they do not know
-            )
+            # `developer` is the newer name of `system`. Templates leave out roles that they do not know.
+            plain["role"] = "system"
         if "thinking" in self.source:
             plain = _with_reasoning_names(plain)
         return _with_call_form(plain, self.call_form) if plain.get("tool_calls") else plain
 
     def _run_to_end(self, messages: list[dict[str, Any]], extra: dict[str, Any], end: str) -> str:
-        """Return the prompt up to the end of the last message's text, which `end` marks meanwhile."""
+        """Return the prompt up to the end of the last message's text; `end` is a character to mark it."""
         *others, last = messages or [{}]
         content = last.get("content")
         if not isinstance(content, str):
@@ -347,7 +352,7 @@ class JinjaChatTemplate:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """A message whose content is text: parts of type `text` are joined by line ends."""
+    """Return a message whose content is text: parts of type `text` are joined by line ends."""
     plain = dict(message)
     content = plain.get("content")
     if isinstance(content, list | tuple):
@@ -365,7 +370,7 @@ def _text_of(part: Any) -> str:
 
 
 def _with_call_form(message: Message, form: CallForm) -> dict[str, Any]:
-    """A message with calls as a template takes them."""
+    """Return a message whose calls are in the form that a template takes."""
     if not message.get("tool_calls"):
         return dict(message)
     calls = [_with_arguments(call, form) for call in message["tool_calls"]]
@@ -373,7 +378,7 @@ def _with_call_form(message: Message, form: CallForm) -> dict[str, Any]:
 
 
 def _with_written_calls(message: dict[str, Any], form: ToolFormat) -> dict[str, Any]:
-    """A message whose calls stand in its text, as far as they are calls."""
+    """Return a message with its calls in its text; as it is if one of them has no object of arguments."""
     calls = []
     for call in message.get("tool_calls") or []:
         function = call.get("function") if isinstance(call, Mapping) else None
@@ -390,7 +395,7 @@ def _row_named(name: str) -> ToolFormat | None:
 
 
 def _with_arguments(call: Any, form: CallForm) -> Any:
-    """A call whose arguments are an object, or text. What is not JSON stays as it is."""
+    """Return a call with its arguments in this form. Text that is not a JSON object stays as it is."""
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
         return call
     function = dict(call["function"])
@@ -422,9 +427,9 @@ def _is_deep(value: Any) -> bool:
 
 
 def _with_reasoning_names(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its reasoning under the names that templates read.
+    """Return a message with its reasoning under the names that templates read.
 
-    Templates that read `thinking` refuse it beside text and calls.
+    `thinking` is not among them if the message has text and calls: there templates refuse it.
     """
     reasoning = next((message[key] for key in _REASONING_FIELDS if message.get(key) is not None), None)
     if reasoning is None:
@@ -437,7 +442,7 @@ _ToolsAs = Callable[[dict[str, Any], Clock], dict[str, Any]]
 
 
 def _tools_as(source: str, variables: frozenset[str]) -> _ToolsAs:
-    """Return what changes the variables for a template that takes tools in another way than as `tools`."""
+    """Return what changes the variables for a template that takes tools otherwise than as `tools`."""
     if "tools" in variables:
         return _no_change
     if "functions" in variables:
@@ -450,14 +455,14 @@ def _no_change(variables: dict[str, Any], clock: Clock) -> dict[str, Any]:
 
 
 def _as_functions(variables: dict[str, Any], clock: Clock) -> dict[str, Any]:
-    """Tools as text in `functions`, and the time as text in `datetime`."""
+    """Return the variables with the tools as text in `functions`, and the time as text in `datetime`."""
     functions = [tool["function"] for tool in variables["tools"] or []]
     now = clock().strftime("%Y-%m-%d %H:%M:%S")
     return {"functions": json.dumps(functions, indent=4, ensure_ascii=False), "datetime": now} | variables
 
 
 def _in_system_message(variables: dict[str, Any], clock: Clock) -> dict[str, Any]:
-    """Tools as text in the message of the system."""
+    """Return the variables with the tools as text in the system message."""
     if not variables["tools"]:
         return variables
     tools = json.dumps([tool["function"] for tool in variables["tools"]], ensure_ascii=False)
@@ -480,7 +485,7 @@ def _not_continued(why: str) -> InvalidRequestError:
 
 
 def _variables(source: str) -> frozenset[str]:
-    """Names that stand in the tags of a template, keywords among them."""
+    """Return the names that stand in the tags of a template, keywords of Jinja among them."""
     tags = _TAG.findall(_COMMENT.sub("", source))
     return frozenset(name for tag in tags for name in _VARIABLE.findall(_TEXT_IN_TAG.sub('""', tag)))
 

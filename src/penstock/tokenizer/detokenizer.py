@@ -5,10 +5,11 @@ A token is a run of *bytes*, not of characters: one character may be spread over
 byte has come. The text of a sequence is *defined* as what feeding its ids yields, so that it does not depend
 on how the ids were cut into deltas. For valid UTF-8 it equals the `decode` of the tokenizers library.
 
-For ill-formed bytes a byte-fallback decoder gives one U+FFFD per byte, as that library does; it does so for
-the bad bytes only, since characters already streamed cannot be taken back.
+For ill-formed bytes of a byte-fallback vocabulary each byte gives one U+FFFD, as in that library. But the
+library then also replaces well-formed characters beside them. Here only the ill-formed bytes are replaced,
+since characters that were streamed cannot be taken back.
 
-`tokenizer` makes these; `engine.client.outputs` feeds them. Knows nothing of stop strings.
+`tokenizer` makes detokenizers, and `engine.client.outputs` feeds them. They know nothing of stop strings.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class NoText:
 
 
 class PieceTable(dict[int, bytes]):
-    """Bytes of each token id, worked out at first use. Unknown ids have none.
+    """The bytes of each token id, computed when they are first asked for.
 
     Args:
         piece_of: bytes of an id; called once per id.
@@ -77,7 +78,7 @@ class ByteDetokenizer:
     Args:
         pieces: bytes of each id.
         errors: what to do with ill-formed bytes: "replace", or `EACH_BYTE` for byte-fallback vocabularies.
-        strip_spaces: leading spaces to drop; non-zero only at the very start of a text.
+        strip_spaces: number of leading spaces to drop; above 0 only at the very start of a text.
     """
 
     def __init__(self, pieces: PieceTable, errors: str = "replace", strip_spaces: int = 0) -> None:
@@ -112,9 +113,9 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """A detokenizer for decoders that do more than join bytes (WordPiece, Metaspace, ...).
 
-    The window reaches back to the last point where text was given out, and one delta more for context; what
-    the new ids add to the window's text is the delta. Text that ends in U+FFFD is held back, for as many ids
-    as a character can have bytes.
+    The window has the ids whose text was not given out yet, and before them the ids of the last delta, for
+    context. The text that the former add to the text of the latter is the next delta. Text that ends in
+    U+FFFD is held back, for as many ids as a character can have bytes.
 
     Args:
         decode: text of a list of ids.
@@ -148,7 +149,7 @@ class WindowDetokenizer:
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """Return the printable character for each byte in byte-level vocabularies (GPT-2's published map).
+    """Return the byte for which each character stands in byte-level vocabularies (GPT-2's published map).
 
     Bytes that print stand for themselves; the others, in order, take the code points from 256 on.
     """
@@ -160,7 +161,7 @@ def byte_level_alphabet() -> dict[str, int]:
 
 
 def byte_level_piece(token: str, alphabet: dict[str, int]) -> bytes:
-    """Return the bytes of a byte-level token; one with other characters (an added one) is its UTF-8."""
+    """Return the bytes of a byte-level token; those of a token with other characters are its UTF-8."""
     try:
         return bytes([alphabet[character] for character in token])
     except KeyError:

@@ -1,9 +1,10 @@
 """Finds out how a model writes calls and thoughts from what its chat template shows of former ones.
 
 A template writes former answers as the model was trained to write them. So a call with arguments of several
-types is rendered, and each row of `form_table` tries to read it: the first whose reader gives back the very
-call is the model's. Reasoning is found by what stands around it. No name of a model is looked at. Called by
-`chat_template`; rows of templates that show no former calls are found by their signs (`form_table`).
+types is rendered, and each row of `form_table` tries to read it: the first row whose reader gives back the
+very call is the model's. The row of reasoning is found by the marks around it. No name of a model is looked
+at. Called by `chat_template`. If a template shows no former calls, `model_syntax` finds its row by the signs
+of the rows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from penstock.tokenizer.form_table import REASONING_FORMATS, TOOL_FORMATS
 from penstock.tokenizer.tool_calls import ToolCallParser
 from penstock.tokenizer.tool_formats import ReasoningFormat, ToolFormat
 
-# Arguments as a template shows them, and not as a string within JSON.
+# Finds the arguments of the probe in a rendered text, but not if they are a string within JSON: there a
+# backslash stands before each quote.
 PROBE_SIGN = re.compile(r"where[^\\]{1,40}there")
 _NAME = "go"
 _ARGUMENTS = {"where": "there", "times": 3}
@@ -80,7 +82,7 @@ def shown_tool_format(render: Render) -> str:
 
 
 def shown_reasoning_format(render: Render) -> str:
-    """Return the name of the first row that stands around the reasoning which the template shows."""
+    """Return the name of the first row whose marks are around the reasoning that is shown; "" for none."""
     tools = Probe.tools()
     question, answer, result = Probe.conversation(_REASONING)
     plain = {"role": "assistant", "content": "Done.", "reasoning_content": _REASONING}
@@ -103,7 +105,7 @@ def _has_around(form: ReasoningFormat, text: str) -> bool:
 
 def _reads_probe(form: ToolFormat, text: str) -> bool:
     if form.frame is None and not form.is_named and f'"{form.arguments}"' not in text:
-        return False  # it would be read, and is yet not what the family writes
+        return False  # the reader takes several keys for arguments, but the family writes this one
     is_plain = form.frame is None and not form.is_named and not form.is_bare
     if is_plain and form.is_list != bool(re.search(rf"{re.escape(form.opening)}{_SPACE}\[", text)):
         return False

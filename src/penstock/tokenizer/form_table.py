@@ -1,7 +1,7 @@
 """The table of the forms in which families of models write calls of tools and what they think.
 
-A new family is a row here, and its name in `config.server`. Sources: the chat templates that the families
-publish, which show former calls in the form that the model was trained on.
+To add a form, add a row here, and its name in `config.server`. The forms are from the chat templates that
+the families publish: they show former calls as the models were trained to write them.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ _OLMO = Frame(
     is_section=True,
 )
 
-# The first row that reads the call which a template shows is the model's; where a template shows none, the
-# first one whose signs it has. `json` is no family, and taken only when asked for.
+# The order counts: a model gets the first row that reads the call which its template shows. If no row does,
+# it gets the first row whose signs its template has. `json` is not of a family; only a setting chooses it.
 TOOL_FORMATS = (
     ToolFormat(
         name="mistral_args",

@@ -1,10 +1,15 @@
 """Reads calls whose name and arguments stand between marks, as a `Frame` of `tool_formats` says.
 
-Arguments come out as JSON, whatever they were written as: JSON word for word, text between tags by the types
-that the tool's schema declares, literals of Python and of Gemma as what they mean. A string is given as it
-comes; another value is given once it is whole. Marks are read with any white space between them, and an end
-that is missing is forgiven. As in `call_reader`, each method is a generator that yields when it has taken the
-character. Called by `tool_calls`.
+Arguments are given as JSON, however they were written:
+
+- JSON is given word for word, as it comes.
+- Text between tags becomes a value of a type that the tool's schema declares. A string is given as it comes,
+  another value once it is whole.
+- Literals of Python and of Gemma become the JSON that means the same, as they come.
+
+Marks may have any white space between their words, and the marks behind a call may be missing. As in
+`call_reader`, each method that reads is a generator: it yields when it has taken the character in `_char`.
+Called by `tool_calls`.
 """
 
 from __future__ import annotations
@@ -67,7 +72,7 @@ class _MarkReader(CallReader):
                 raise NotACall
 
     def _with_attributes(self, mark: str) -> Generator[None, None, str]:
-        """Read a mark behind whose first character attributes may stand; return these."""
+        """Read a mark behind whose first character attributes may stand; return the attributes."""
         yield from self._spaces()
         self._expect(mark[0])
         yield
@@ -81,12 +86,12 @@ class _MarkReader(CallReader):
 
 
 class FramedCallReader(_MarkReader):
-    """Reads the calls behind one opening.
+    """Reads the calls behind one opening. Arguments that are not listed here are those of `CallReader`.
 
     Args:
-        form: of the model's calls; it has a frame.
-        schemas: of the arguments of each tool, by its name.
-        is_begun: what was read already is the frame's own beginning of a call, and not the opening.
+        form: the form of the model's calls; it has a frame.
+        schemas: the schema of the arguments of each tool, by the tool's name.
+        is_begun: the marker that was read already is the frame's `call_open`, and not an opening before it.
     """
 
     def __init__(
@@ -108,7 +113,7 @@ class FramedCallReader(_MarkReader):
         self._made: list[str] = []  # JSON of arguments that was not given yet
 
     def finish(self) -> None:
-        """Let the call end where the text does, if it can; what stays open is content, or broken."""
+        """End the text, and the call with it if it can end here; else the rest becomes content, or broken."""
         self._char = _END_OF_TEXT
         self._raw.append(_END_OF_TEXT)
         with contextlib.suppress(StopIteration, NotACall):
@@ -120,7 +125,7 @@ class FramedCallReader(_MarkReader):
             super().finish()
 
     def _is_between_ends(self) -> bool:
-        """Whether what was read behind a sound call is a part of the marks that end it."""
+        """Return whether all that was read behind a sound call is a part of the marks behind calls."""
         if not self._is_sound or not self._is_sound[-1] or self._arguments_at is not None:
             return False
         ends = self._frame.call_end + self._frame.section_end
@@ -138,7 +143,10 @@ class FramedCallReader(_MarkReader):
             is_more = bool(self._frame.section_end) and (yield from self._has_next())
 
     def _call(self) -> Reading:
-        """Read a call from its name to its end. Once it was given, what does not fit makes it broken."""
+        """Read a call from its id or name to its end.
+
+        Once the name was given as a piece, text that does not fit makes the call broken.
+        """
         yield from self._spaces()
         given = ""
         if self._frame.id_end:
@@ -231,7 +239,7 @@ class FramedCallReader(_MarkReader):
         self._note_sound()
 
     def _is_argument(self, tags: Tags) -> Generator[None, None, bool]:
-        """Read the mark before an argument or the one behind the call; return whether it was the first."""
+        """Read the mark before an argument or the one behind the call; return whether an argument follows."""
         end = self._frame.call_end
         if not end.startswith(tags.key_open):
             found = yield from self._either(tags.key_open, end)
@@ -244,7 +252,7 @@ class FramedCallReader(_MarkReader):
         return False
 
     def _key_of(self, tags: Tags) -> Generator[None, None, tuple[str, frozenset[str]]]:
-        """Read the name of an argument up to its value; return it, and the types that its tag tells."""
+        """Read the name of an argument up to the value; return the name, and the types that the tag gives."""
         first, key = tags.key_end.strip()[0], ""
         while self._char != first:
             key += self._char
@@ -279,7 +287,7 @@ class FramedCallReader(_MarkReader):
         end, padding, (quote, unquote) = tags.end_of(key).strip(SPACES), tags.padding, tags.quotes
         if padding and self._char == padding:
             yield
-        held = ""  # may be the beginning of the end
+        held = ""  # text that may be the beginning of the mark behind the value
         while len(held) < len(quote) and self._char == quote[len(held)]:
             held += self._char
             yield
@@ -358,14 +366,14 @@ class FramedCallReader(_MarkReader):
             self._made.clear()
 
     def _note_sound(self) -> None:
-        """All that was read before the character in hand is a call that is whole."""
+        """Note that all that was read before the character in hand is a call that is whole."""
         self._give_arguments()
         self._is_sound.append(True)
         self._arguments_at = None
         del self._raw[:-1]
 
     def _note_unsound(self) -> None:
-        """What was read before the character in hand is a call that breaks off."""
+        """Note that what was read before the character in hand is a call that breaks off."""
         self._give_arguments()
         self._is_sound.append(False)
         self._arguments_at = None
@@ -376,9 +384,9 @@ class _Argument(NamedTuple):
     """What is known of an argument before its value is read."""
 
     key: str
-    types: frozenset[str]  # that it may have
-    schema: Any  # its own
-    root: Schema  # of all arguments
+    types: frozenset[str]  # types that the value may have; empty: any
+    schema: Any  # of the value
+    root: Schema  # the schema of all arguments of the tool
 
 
 _TYPES = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
@@ -390,17 +398,17 @@ _TOLD_TYPES = {name: frozenset({name}) for name in _TYPES} | {
 
 @cache
 def _words_of(text: str) -> tuple[str, ...]:
-    """The words of a mark, between which there may be white space."""
+    """Return the words of a mark, between which there may be white space."""
     return tuple(word for part in _WORD.findall(text) if (word := part.strip(SPACES)))
 
 
 @cache
 def _letters_of(text: str) -> str:
-    """A mark without the white space between its words."""
+    """Return a mark without the white space between its words."""
     return "".join(_words_of(text))
 
 
 @cache
 def _breaks_of(text: str) -> frozenset[int]:
-    """Where in these letters there may be white space."""
+    """Return the positions in `_letters_of` a mark at which there may be white space."""
     return frozenset(accumulate(map(len, _words_of(text))))

@@ -1,9 +1,13 @@
 """The grammars of calls whose arguments stand between marks: the parts that `tool_grammar` puts together.
 
-A value is bound as far as its form allows. What is JSON, in any form, follows its schema. Text between tags
-is bound where the schema lists its strings, and else reaches up to the tag that ends it. Of Gemma's literals
-the types are bound, and the insides of lists and objects are not. The readers of `framed_calls` read all that
-is let through.
+How far the grammar binds a value to its schema depends on how the value is written:
+
+- JSON follows the schema, also a number or a list between tags.
+- Text between tags is one of the strings that the schema lists. If the schema lists none, any text may stand
+  there, up to the tag that ends it.
+- Literals of Gemma have the declared type. The insides of lists and objects are not bound.
+
+`framed_calls` can read every call that these grammars allow.
 """
 
 from __future__ import annotations
@@ -28,10 +32,12 @@ Ids = Mapping[str, int]
 
 
 def written(text: str, ids: Ids, *, is_exact: bool = False) -> str:
-    """Return the expression for marks: tokens by id, other text as text, and line ends as the model likes.
+    """Return the expression for marks: tokens by id, other text as text, and line ends that may be left out.
 
     Args:
-        is_exact: line ends are a part of the marks.
+        text: one mark, or several in a row.
+        ids: ids of the marks that are one token each.
+        is_exact: line ends may not be left out.
     """
     marks = sorted((mark for mark in ids if mark), key=len, reverse=True)
     pattern = "|".join(["\n", *map(re.escape, marks)])
@@ -54,7 +60,7 @@ def in_regex(text: str) -> str:
 
 
 def framed_calls(form: ToolFormat, frame: Frame, ids: Ids, *, is_single: bool) -> str:
-    """Return the expression for one call, or for one or more, with their marks."""
+    """Return the expression for one call if `is_single`, else for one or more calls, with their marks."""
     opening = "" if form.is_bare or form.is_opened or frame.call_written else form.opening
     opening, end = written(opening + frame.section_open, ids), written(frame.section_end, ids)
     if not frame.is_section:
@@ -80,10 +86,10 @@ def framed_call(frame: Frame, ids: Ids, name: str, index: int) -> str:
 
 
 def arguments_rules(frame: Frame, ids: Ids, schema: Schema | None, index: int) -> Iterator[str]:
-    """Return the rules for the arguments of the tool `index`.
+    """Yield the rules for the arguments of the tool with the number `index`.
 
     Args:
-        schema: None: it has no parameters.
+        schema: the schema of all arguments; None: the tool has no parameters.
     """
     arguments = _Arguments(frame, ids, {"properties": {}} if schema is None else schema, index)
     yield from arguments.tagged_rules() if frame.body == "tags" else arguments.listed_rules()
@@ -102,8 +108,8 @@ class _Arguments:
     """The arguments of one tool.
 
     Args:
-        schema: of all of them.
-        index: the tool's number, by which rules are named.
+        schema: the schema of all arguments.
+        index: the tool's number, which is a part of the names of rules.
     """
 
     def __init__(self, frame: Frame, ids: Ids, schema: Schema, index: int) -> None:
@@ -115,13 +121,13 @@ class _Arguments:
         self._properties: dict[str, Any] = dict(properties) if isinstance(properties, Mapping) else {}
         required = schema.get("required")
         self._required = frozenset(required) if isinstance(required, list) else frozenset()
-        # Undeclared arguments may come where the schema says so, or where it declares nothing at all.
+        # Undeclared arguments are allowed if the schema says so, or if it declares nothing at all.
         self._is_open = bool(schema.get("additionalProperties")) or "properties" not in schema
 
     # --- between tags -----------------------------------------------------------------------------------
 
     def tagged_rules(self) -> Iterator[str]:
-        """Each argument is a rule, in the order of the schema; one that is not required may be missing."""
+        """Yield a rule for each argument, in the order of the schema; those not required may be missing."""
         index = self._index
         names = [
             f"argument_{index}_{number}{'' if key in self._required else '?'}"
@@ -135,7 +141,11 @@ class _Arguments:
             yield from self._tagged("", {}, f"other_{index}")
 
     def _tagged(self, key: str, schema: Any, rule: str) -> Iterator[str]:
-        """The rules of one argument between its tags; without a name it may be any."""
+        """Yield the rules of one argument between its tags.
+
+        Args:
+            key: the name of the argument; "": any name.
+        """
         tags = self._frame.tags
         assert tags is not None
         types = argument_types(schema, self._schema)
@@ -167,7 +177,11 @@ class _Arguments:
     # --- between brackets -------------------------------------------------------------------------------
 
     def listed_rules(self) -> Iterator[str]:
-        """Arguments with commas between them: `head` is where none has come yet, `tail` where one has."""
+        """Yield the rules of arguments with commas between them.
+
+        A rule `head_...` holds while no argument has come, a rule `tail_...` once one has: then a comma
+        stands before the next one.
+        """
         index, is_python = self._index, self._frame.body == "python"
         opening, closing = ("", "") if is_python else ('"{"', '"}"')
         yield f"arguments_{index}: {joined(opening, f'head_{index}_0', closing)}"
@@ -198,14 +212,14 @@ class _Arguments:
         return self._json(schema) if types and types <= _SCALARS else "gemma"
 
     def _json(self, schema: Any) -> str:
-        """JSON of one argument; definitions that it may refer to go with it."""
+        """Return the expression for one argument as JSON, with definitions to which it may refer."""
         schema = schema if isinstance(schema, Mapping) else {}
         definitions = {key: self._schema[key] for key in _DEFINITIONS if key in self._schema}
         return "%json " + json.dumps({**definitions, **schema, "x-guidance": _IN_JSON})
 
 
 def _text_rules(rule: str, end: str, ids: Ids, before: str = "") -> Iterator[str]:
-    """The rules of text up to the mark that ends it: text that has the mark in it is not let through."""
+    """Yield the rules of text up to the mark that ends it; the text cannot have that mark in it."""
     mark = end.strip("\n")
     after = written(end[end.index(mark) + len(mark) :], ids)
     if any(mark.startswith(token) for token in ids if token):
@@ -218,7 +232,7 @@ def _text_rules(rule: str, end: str, ids: Ids, before: str = "") -> Iterator[str
 
 
 def _listed_texts(schema: Any) -> str:
-    """The strings that a schema lists, as alternatives; "" where it lists none."""
+    """Return the strings that a schema lists, as alternatives; "" if it lists other values or none."""
     if not isinstance(schema, Mapping):
         return ""
     values: list[Any] = schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const")]

@@ -1,9 +1,9 @@
 """The sandbox in which chat templates run: minijinja, with what transformers gives templates.
 
-Whitespace is cut as transformers has it; `tojson`, `raise_exception`, `strftime_now` and loop controls are
-there. Where minijinja and Jinja2 differ and templates notice, this module makes them equal: `none` is not
-iterable, blocks of `{% generation %}` run, and a list of a namespace may be appended to and popped. Called by
-`chat_template`.
+White space beside blocks is trimmed as in transformers. Templates have `tojson`, `raise_exception`,
+`strftime_now` and loop controls. Some templates need what minijinja does not have or does otherwise; this
+module gives them that: `none` is not iterable, blocks of `{% generation %}` run, and a list of a namespace
+may be appended to and popped. Called by `chat_template`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def jinja_environment(clock: Clock) -> minijinja.Environment:
 
 
 def adapted_source(source: str) -> str:
-    """Return the template with the tags that minijinja does not know as tags that mean the same.
+    """Return the template with tags that minijinja knows, in place of tags that it does not know or misreads.
 
     Blocks of `generation`, which only mark assistant text for training, always run.
     """
@@ -67,7 +67,7 @@ def adapted_source(source: str) -> str:
 
 
 def _iterable_and_not_none(match: re.Match[str]) -> str:
-    """The test `iterable` as Jinja2 has it: `none` does not pass, as opposed to minijinja."""
+    """Return the test `iterable` as Jinja2 has it: `none` does not pass, though in minijinja it does."""
     operand = match[1]
     if match[2]:
         return f"({operand} is not iterable or {operand} is none)"
@@ -75,7 +75,7 @@ def _iterable_and_not_none(match: re.Match[str]) -> str:
 
 
 def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """JSON without HTML escapes, spaced as `json.dumps` does it."""
+    """Return JSON without HTML escapes, spaced as `json.dumps` does it."""
 
     allowed = {"separators", "sort_keys", "ensure_ascii"} & set(options)
     arguments = {"ensure_ascii": False} | {name: options[name] for name in allowed}

@@ -1,8 +1,9 @@
 """Turns literals that are not JSON into JSON, character by character: those of Python and those of Gemma.
 
-Models that write calls as Python, and the templates of some others, have `{'a': [1, None, True]}`; Gemma has
-`{a:[1,null,true],b:<|"|>text<|"|>}`, with bare keys and a mark around strings. `LiteralReader` gives JSON as
-the characters come; `json_of_literal` turns a whole text. Called by `framed_calls` and `argument_types`.
+Some models write calls as Python, and some templates show arguments so: `{'a': [1, None, True]}`. Gemma
+writes `{a:[1,null,true],b:<|"|>text<|"|>}`, with bare keys and a mark around strings. `LiteralReader` gives
+JSON as the characters come; `json_of_literal` turns a whole text. Called by `framed_calls` and
+`argument_types`.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ def in_json(character: str) -> str:
 
 
 class LiteralReader:
-    """Reads one literal. `value` is a generator: it begins at `char`, and yields when it has taken that.
+    """Reads one literal. `value` is a generator: it begins at `char`, and yields when it has taken that one.
 
     Args:
-        made: where the JSON goes, in parts.
-        quotes: what strings stand between. One character escapes by a backslash; a longer mark does not.
+        made: the list to which the JSON goes, in parts.
+        quotes: marks that may stand around strings. In a string between marks of one character a backslash
+            escapes; between longer marks it is a plain character.
 
     Attributes:
         char: the character in hand.
@@ -56,7 +58,7 @@ class LiteralReader:
         self._first_of_quotes = frozenset(quote[0] for quote in quotes)
 
     def value(self, depth: int = 0) -> Steps:
-        """Read a value; it ends before the first character that is not its own."""
+        """Read a value, up to the first character that does not belong to it."""
         if depth > _MAX_DEPTH:
             raise NotALiteral
         yield from self._spaces()
@@ -204,7 +206,7 @@ class LiteralReader:
 
 
 def json_number(word: str) -> str:
-    """Return the number as JSON, digit by digit where it is JSON already; "" if it is not a number."""
+    """Return the number as JSON, unchanged if it is JSON already; "" if it is not a number."""
     if _NUMBER.fullmatch(word):
         return word
     try:

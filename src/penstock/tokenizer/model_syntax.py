@@ -1,6 +1,6 @@
-"""Chooses the rows of the table of call forms for a model, from its settings and its chat template.
+"""Chooses a model's rows of the tables in `form_table`, by the server's settings and the chat template.
 
-The server calls `model_syntax` once, and gives what it returns to all that read or write answers.
+The server calls `model_syntax` once, and gives the result to everything that reads or writes answers.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from penstock.tokenizer.tool_formats import ReasoningFormat, ToolFormat
 
 
 class ModelSyntax(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts that the front knows of the way in which a model writes.
+    """The facts that the server knows of the way in which a model writes.
 
     Attributes:
-        tools: form of its calls of tools; None: unknown, or not looked for.
-        is_tool_parser_off: calls are not looked for.
-        template_knows_tools: the chat template shows the tools of a request to the model.
-        template_knows_calls: it shows former calls to it.
+        tools: the form of the model's calls of tools; None: unknown, or calls are not looked for.
+        is_tool_parser_off: a setting says that calls are not looked for.
+        template_knows_tools: the model sees the tools of a request.
+        template_knows_calls: the chat template shows former calls.
+        reasoning: the form of the model's reasoning; None: unknown, or it is not looked for.
         reads: variables that the chat template looks at.
-        marker_ids: ids of the markers that are tokens.
+        marker_ids: the id of each marker that is one token.
     """
 
     tools: ToolFormat | None = None
@@ -69,10 +70,13 @@ def model_syntax(
     tool_parser: ToolParser = "auto",
     reasoning_parser: ReasoningParser = "auto",
 ) -> ModelSyntax:
-    """Return the rows that the settings name; else those that read what the template shows, or its signs.
+    """Return the rows that the settings name, or for "auto" the rows that fit the template.
+
+    These are the rows that read what the template shows, if there are any, else the first ones whose signs
+    are in the template.
 
     Args:
-        token_ids: tokens that were added to the vocabulary, special or not.
+        token_ids: ids of the tokens that were added to the vocabulary, special or not.
 
     Raises:
         UsageError: a setting names no row.
@@ -98,7 +102,7 @@ def model_syntax(
 
 
 def format_by_signs(source: str) -> ToolFormat | None:
-    """Return the first row whose signs a template has."""
+    """Return the first row whose signs a template has; None if there is none."""
     return _chosen(TOOL_FORMATS, "auto", source, "tool_parser")
 
 

@@ -2,7 +2,8 @@
 
 A family writes `<place><city>Rome</city><zip>00184</zip></place>` for an object, and
 `<days><item>1</item><item>2</item></days>` for a list. The tool's schema says which is which, and of what
-type the innermost values are; where it is silent, tags named `item` are a list. Called by `framed_calls`.
+type the innermost values are. If it does not, tags that are all named `item` are a list. Called by
+`framed_calls`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ def nested_argument(text: str, tags: Tags, schema: Any, root: Schema, depth: int
     """Return the JSON of a value that may have tags in it.
 
     Args:
-        schema: of the value.
-        root: of all arguments, whose definitions a `$ref` names.
+        schema: the schema of the value.
+        root: the schema of all arguments, in which a `$ref` finds definitions.
     """
     types = argument_types(schema, root)
     plain = text.strip()
@@ -51,7 +52,7 @@ def nested_argument(text: str, tags: Tags, schema: Any, root: Schema, depth: int
 
 
 def _children(text: str, tags: Tags) -> Sequence[tuple[str, str]] | None:
-    """Return the name and the text of each outermost tag; None where there is more than tags.
+    """Return the name and the text of each outermost tag; None if the text is not tags alone.
 
     Args:
         text: without white space at its ends.
@@ -72,7 +73,7 @@ def _children(text: str, tags: Tags) -> Sequence[tuple[str, str]] | None:
 
 
 def _end_of(text: str, pos: int, tags: Tags, key: str) -> int:
-    """Return where the tag ends whose value begins at `pos`; -1: nowhere."""
+    """Return where the closing tag of the value stands that begins at `pos`; -1 if there is none."""
     begin, end, depth = f"{tags.key_open}{key}{tags.key_end}", tags.end_of(key), 1
     while True:
         at = text.find(end, pos)

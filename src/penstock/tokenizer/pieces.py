@@ -16,10 +16,11 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     """A part of an answer.
 
     Attributes:
-        kind: "content" and "reasoning": text. "call": a call begins; the text is its name. "arguments": more
-            of its arguments. "broken": it is not sound; the text is all of it, its markers included.
-        begin: of content: characters of the text that was looked through for calls which stand before it.
-        id: of a call: the id that the model gave it; "" where it gave none.
+        kind: "content" and "reasoning": text. "call": a call begins; the text is the tool's name.
+            "arguments": more of the arguments of that call. "broken": that call is not sound; the text is all
+            of the call, its markers included.
+        begin: for content: its position in the text in which calls were looked for, in characters.
+        id: for a call: the id that the model gave it; "" if it gave none.
     """
 
     kind: PieceKind
@@ -29,12 +30,12 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
 
 class PieceList:
-    """Pieces until they are taken; content that follows content without a gap is one with it."""
+    """Pieces that were not taken yet. Content right behind other content becomes one piece with it."""
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
-        self._content: list[str] = []  # behind them
-        self._content_end = 0  # in the text that it is from
+        self._content: list[str] = []  # parts of a piece of content behind these
+        self._content_end = 0  # where that content ends in the text in which calls are looked for
 
     def give(self, kind: PieceKind, text: str, id_: str = "") -> None:
         """Add a piece other than content, unless it is empty."""
@@ -46,7 +47,7 @@ class PieceList:
         """Add content, unless it is empty.
 
         Args:
-            end: characters of the text that it is from, up to its end.
+            end: where the content ends in the text in which calls are looked for.
         """
         if not text:
             return
@@ -69,9 +70,9 @@ class PieceList:
 
 
 def partial_marker(text: str, marker: str, pos: int = 0) -> int:
-    """Return where the end of the text may be the beginning of the marker.
+    """Return the position from which on the text may be the beginning of the marker.
 
-    Only the text from `pos` on counts; the length of the text where there is no such end.
+    Only positions from `pos` on count. If there is none, the length of the text is returned.
     """
     for length in range(min(len(marker) - 1, len(text) - pos), 0, -1):
         if text.endswith(marker[:length]):

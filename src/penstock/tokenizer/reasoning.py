@@ -1,8 +1,11 @@
 """Splits an answer that comes in pieces into what the model thinks aloud and what it says.
 
-Reasoning is the beginning of an answer, up to its closing marker; without that marker all of it is reasoning.
-Line ends beside the markers belong to neither: the templates write them anew. What comes out does not depend
-on how the text was cut. Called by `server.openai.message_reader`, before calls of tools are looked for.
+Reasoning begins with an opening marker at the start of an answer, or at once if the prompt has opened it. It
+reaches up to a closing marker; without that marker all of the rest is reasoning. Line ends beside the markers
+are left out, since templates write them again. In some families an answer is a sequence of messages instead
+(`answer_messages`). What is given does not depend on how the text was cut.
+
+Called by `server.openai.message_reader`, before calls of tools are looked for.
 """
 
 from __future__ import annotations
@@ -55,8 +58,8 @@ class AroundAnswer:
 
     Args:
         inner: splits the answer.
-        marks: before and behind the text; an answer without the first one is left as it is.
-        ending: behind the whole answer; "" where there is no such mark.
+        marks: those before and behind the text. An answer that does not begin with the first stays as it is.
+        ending: the mark behind the whole answer; "" if there is no such mark.
     """
 
     def __init__(self, inner: Splitter, marks: tuple[str, str], ending: str = "") -> None:
@@ -106,7 +109,7 @@ class AroundAnswer:
         return text
 
     def _before(self, mark: str, text: str) -> str:
-        """The text without the mark; what may be its beginning is held back."""
+        """Return the text without the mark, and hold back what may be the beginning of the mark."""
         before, found, behind = text.partition(mark)
         if found:
             self._state = "plain"
@@ -117,7 +120,7 @@ class AroundAnswer:
 
 
 class ReasoningSplitter:
-    """A splitter of one answer.
+    """A `Splitter` for reasoning that stands between two markers.
 
     Args:
         form: the model's form of reasoning.
@@ -166,12 +169,12 @@ class ReasoningSplitter:
         return [Piece("reasoning" if self._state == "reasoning" else "content", held)]
 
     def _opening(self, text: str) -> str:
-        """What stands behind the opening marker, or all of the text where it does not begin by one."""
+        """Return the text behind the opening marker, or all of it if it does not begin with the marker."""
         shown, opening = text.lstrip(), self._form.opening
         if shown.startswith(opening):
             self._state = "opened"
             return shown[len(opening) :]
-        if opening.startswith(shown):  # nothing but white space and its beginning, so far
+        if opening.startswith(shown):  # so far white space and a part of the marker
             self._held = text
             return ""
         self._state = "content"

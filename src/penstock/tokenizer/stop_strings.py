@@ -1,11 +1,11 @@
 """Finds stop strings in text that comes in pieces.
 
-The stop string that is complete first ends the text, and of several complete at the same character the
-longest: a rule by character, so that the result does not depend on how the text was cut into deltas. Text
-that may be the beginning of a stop string is held back. One automaton step per character and stop string
-(Knuth, Morris, Pratt), so that hostile stop strings cost no more than kind ones.
+The stop string that is complete first ends the text; if several are complete at the same character, the
+longest does. The rule goes by characters, so the result does not depend on how the text was cut into deltas.
+Text that may be the beginning of a stop string is held back. Each character takes one step of an automaton
+per stop string (Knuth, Morris, Pratt), so that hostile stop strings cost no more than others.
 
-`engine.client.outputs` is the caller. Knows nothing of tokens.
+Called by `engine.client.outputs`. The scanners know nothing of tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 
 
 class Scan(msgspec.Struct, frozen=True, gc=False):
-    """Text that may be shown now, and the stop string that ended it ("" = none yet)."""
+    """Text that may be shown now, and the stop string that has ended the whole text; "": none has, so far."""
 
     text: str
     stop: str
@@ -44,7 +44,7 @@ class NoStops:
 
 
 class _Automaton:
-    """How many characters of one stop string the text ends with."""
+    """Counts with how many of the first characters of one stop string the text ends."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
@@ -88,7 +88,7 @@ class StopStringScanner:
         self._held = ""
 
     def feed(self, text: str) -> Scan:
-        """Take in more text. Not to be called after a stop string was found."""
+        """Take more text, and return what may be shown. May not be called once a stop string was found."""
         whole = self._held + text
         held = len(self._held)
         for index, character in enumerate(text):

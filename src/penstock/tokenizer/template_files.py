@@ -36,10 +36,12 @@ class _TokenizerConfig(msgspec.Struct, frozen=True):
 
 
 def load_chat_template(model: Path, tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate:
-    """Return the chat template of a model, or of `file` where that is given.
+    """Return the chat template of a model, or of `file` if that is given.
 
     Args:
         model: its directory, or a GGUF file.
+        tokenizer: encodes what the template renders.
+        file: a file that the user names: Jinja, or JSON with a `chat_template`.
 
     Raises:
         ModelConfigError: a file is bad, or `file` is missing or has no template.
@@ -58,7 +60,7 @@ def load_chat_template(model: Path, tokenizer: Tokenizer, file: str | None = Non
 
 
 def _own_template(model: Path, config: _TokenizerConfig) -> tuple[Path, str, str]:
-    """Where the model has its template, the template, and the one for requests with tools."""
+    """Return where the model has its template, the template, and the one for requests with tools."""
     path = model / "chat_template.jinja"
     if source := _read_bounded(path).decode(errors="replace"):
         return path, source, ""
@@ -73,7 +75,7 @@ def _content(token: str | _SpecialToken | None) -> str:
 
 
 def _sources(config: _TokenizerConfig) -> tuple[str, str]:
-    """The template, and the one for requests with tools; "" for what there is not."""
+    """Return the template, and the one for requests with tools; "" for one that is missing."""
     template = config.chat_template
     if isinstance(template, list):
         named = {entry.name: entry.template for entry in template}
@@ -82,7 +84,7 @@ def _sources(config: _TokenizerConfig) -> tuple[str, str]:
 
 
 def _given_sources(path: Path) -> tuple[str, str]:
-    """The templates of a file that the user names: Jinja, or JSON with a `chat_template`."""
+    """Return the templates of a Jinja file, or of a JSON file with a `chat_template`, as `_sources` does."""
     try:
         data = path.read_bytes() if path.stat().st_size <= MAX_FILE_BYTES else _read_bounded(path)
     except OSError as error:
@@ -111,7 +113,7 @@ def _parse_config(data: bytes, path: Path) -> _TokenizerConfig:
 
 
 def _read_bounded(path: Path) -> bytes:
-    """Content of a small file; nothing when there is none."""
+    """Return the content of a file of at most `MAX_FILE_BYTES`; it is empty if there is no file."""
     if not path.is_file():
         return b""
     size = path.stat().st_size

@@ -1,12 +1,12 @@
 """The tokenizer: text to token ids, and the detokenizers for the way back.
 
-`load_tokenizer(model)` reads `tokenizer.json`, or what `sources.model_files` makes of another vocabulary, by
-the tokenizers library. A directory without a vocabulary gives a `Tokenizer` that takes token ids only.
-Special tokens in text that a user wrote are encoded as text; only `encode_trusted` (for text that a chat
-template or the program's author wrote) recognises them.
+`load_tokenizer(model)` reads `tokenizer.json` with the tokenizers library; for vocabularies in another form
+`sources.model_files` writes its content. A directory without a vocabulary gives a `Tokenizer` that refuses to
+encode text: prompts must be token ids. Special tokens in text that a user wrote are encoded as text. Only
+`encode_trusted` recognises them; it is for text that a chat template or the program's author wrote.
 
-Called by `tokenizer.chat_template`, `llm`, `engine.client.async_engine` and the server. Streaming text is
-`detokenizer`'s, chat templates are `chat_template`'s.
+Called by `tokenizer.chat_template`, `llm`, `engine.client.async_engine` and the server. `detokenizer` streams
+text, and `chat_template` renders chats.
 """
 
 from __future__ import annotations
@@ -60,21 +60,22 @@ class TokenizerFile(msgspec.Struct, frozen=True):
 
 
 class Tokenizer(Protocol):
-    """The part of a tokenizer that the engine's fronts need. Safe to call from several threads."""
+    """The part of a tokenizer that the server and `LLM` need. Several threads may call it at once."""
 
     @property
     def special_tokens(self) -> list[str]: ...
 
     @property
     def added_token_ids(self) -> dict[str, int]:
-        """The tokens that were added to the vocabulary, special ones and others."""
+        """The id of each token that was added to the vocabulary, special or not, by its text."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of text that a user wrote; special tokens in it are text.
 
         Args:
-            add_special_tokens: let the tokenizer add its own (a beginning-of-sequence id).
+            add_special_tokens: put the ids around the text that the tokenizer wants there, such as the
+                beginning-of-sequence id.
         """
         ...
 
@@ -83,11 +84,11 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of a whole sequence."""
+        """Return the text of a whole sequence, without that of special tokens if they are skipped."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that one token stands for, special ones too (for log-probabilities)."""
+        """Return the bytes that one token stands for, also a special one; log-probabilities show them."""
         ...
 
     def detokenizer(
@@ -133,7 +134,7 @@ class JsonTokenizer:
 
     Args:
         data: content of the file.
-        name: how errors call it.
+        name: what errors call the file.
     """
 
     def __init__(self, data: bytes, name: str = "tokenizer.json") -> None:
@@ -184,7 +185,7 @@ class JsonTokenizer:
 
 
 class _Decoding:
-    """How this vocabulary turns into bytes: byte-level, byte-fallback, or only the library knows."""
+    """The way from ids to text: a simple decoder joins the tokens' bytes, any other one is the library's."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, file: TokenizerFile) -> None:
         self._tokenizer = tokenizer
@@ -196,7 +197,7 @@ class _Decoding:
         self._special = {token.content: token.id for token in file.added_tokens if token.special}
         self._added = {token.id: token.content for token in file.added_tokens}
         self._all_pieces = PieceTable(self._piece)
-        self._skipping: dict[tuple[str, ...], tuple[frozenset[int], PieceTable]] = {}  # by what is shown
+        self._skipping: dict[tuple[str, ...], tuple[frozenset[int], PieceTable]] = {}  # by `shown`
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._all_pieces[token_id]
@@ -228,7 +229,7 @@ class _Decoding:
         if token is None:
             return b""  # models may pad their vocabulary beyond the tokenizer's
         if self._alphabet:
-            added = self._added.get(token_id)  # which is text, though its letters may be in the alphabet
+            added = self._added.get(token_id)  # its name is text, and not a spelling of bytes
             return byte_level_piece(token, self._alphabet) if added is None else added.encode()
         if self._is_byte_join:
             return byte_fallback_piece(token)
@@ -236,7 +237,7 @@ class _Decoding:
 
 
 def _decoder_steps(decoder: DecoderSpec | None) -> list[str]:
-    """Kinds of the steps of a decoder; a step that we do not know by heart makes it foreign."""
+    """Return the kinds of a decoder's steps; only "foreign" if `detokenizer` cannot do one of them."""
     if decoder is None:
         return []
     steps = decoder.decoders if decoder.type == "Sequence" else [decoder]
@@ -267,13 +268,13 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool
 
 
 def special_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
-    """Return a pattern of all special tokens longer than one character; it matches nothing without any."""
+    """Return a pattern of all special tokens longer than one character; if there are none, of no text."""
     tokens = sorted((token for token in tokenizer.special_tokens if len(token) > 1), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
 
 
 def load_tokenizer(model: Path) -> Tokenizer:
-    """Return the tokenizer of a model; raises `ModelError` when its file is bad.
+    """Return the tokenizer of a model; raises `ModelError` if the file of its vocabulary is bad.
 
     Args:
         model: its directory, or a GGUF file.

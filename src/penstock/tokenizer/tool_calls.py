@@ -1,23 +1,23 @@
 """Finds calls of tools in the text of an answer that comes in pieces.
 
-`ToolCallParser` is one for all families: a row of `tool_formats` tells it the markers. What it gives does
-not depend on how the text was cut: the text decides, character by character, where a call *begins* (its name
-is known, and the bracket of its arguments has come); from there on its arguments are given as they come.
+One `ToolCallParser` serves all families: a row of `form_table` gives it the markers. What it gives does not
+depend on how the text was cut. A call *begins* at the character with which its name is known and its
+arguments begin. From there on the arguments are given as they come.
 
-What is a call:
+These are calls:
 
-- behind the opening marker, an object with `name` and `arguments` (or `parameters`), or a list of such, or,
-  where the family writes so, a name and an object behind it;
-- in families without such a marker, the same as the beginning of the answer, if the name is a tool of the
+- behind an opening marker: an object with `name` and `arguments` (or `parameters`), or a list of such
+  objects; in families that write so, a name and an object behind it, or a name and arguments between marks;
+- in families that need no marker: the same at the beginning of the answer, if the name is a tool of the
   request.
 
-Arguments reach from their first bracket to the one that closes it, word for word. All that is not a call is
-content, word for word too, but for white space beside calls. A call that breaks off, or whose arguments
-turn out to be no JSON, is followed by a piece `broken` with all of its text, the brackets and the marker that
-close it included, so that a caller that has not yet shown the call can show the text instead.
+Arguments that are an object are given word for word, from the first bracket to the one that closes it. All
+that is not a call is content, word for word too, except for white space beside calls. If a call breaks off,
+or its arguments are not a JSON object, a piece `broken` follows with all of its text, also the brackets and
+the marker that close it. So a caller that has not shown the call yet can show the text instead.
 
-Each character is looked at a bounded number of times, however many markers there are, and however the text
-was cut. How a call is read is `call_reader`'s. Called by `server.openai.message_reader`.
+Each character is looked at a bounded number of times, however often markers occur in the text, and however
+the text was cut. `call_reader` and `framed_calls` read the calls. Called by `server.openai.message_reader`.
 """
 
 from __future__ import annotations
@@ -37,16 +37,19 @@ class MarkerFinder:
     """Finds markers in one text, from left to right.
 
     Attributes:
-        num_scanned: characters that were looked at, for all markers together.
+        num_scanned: characters that were looked at, added up over all markers.
     """
 
     def __init__(self, text: str, markers: Sequence[str]) -> None:
         self.num_scanned = 0
         self._text = text
-        self._next = dict.fromkeys(markers, -1)  # where each stands next; the text's end: nowhere
+        self._next = dict.fromkeys(markers, -1)  # where each stands next; the text's length: nowhere
 
     def first(self, pos: int) -> tuple[int, str]:
-        """Return place and text of the first marker at or behind `pos`, which never falls; "" for none."""
+        """Return the position and text of the first marker at or behind `pos`; "" if there is none.
+
+        `pos` may not be lower than in the call before.
+        """
         for marker, at in self._next.items():
             if at < pos:
                 self._next[marker] = self._find(marker, pos)
@@ -65,9 +68,9 @@ class ToolCallParser:
     """Finds the calls in one answer.
 
     Args:
-        form: form of the model's calls.
-        names: tools of the request.
-        schemas: schemas of the arguments of each, by its name: text without quotes is typed by them.
+        form: the form of the model's calls.
+        names: names of the request's tools.
+        schemas: the schema of each tool's arguments, by name. It gives the types of values without quotes.
 
     Attributes:
         num_sound: calls that are whole, with arguments that are a JSON object.
@@ -82,13 +85,13 @@ class ToolCallParser:
         self._num_fed = 0  # characters
         self._base = 0  # characters before the text in hand
         self._pieces = PieceList()
-        self._spaces: list[str] = []  # content, unless a call or its closing marker follows
-        self._partial = ""  # behind them; may be the beginning of a marker
+        self._spaces: list[str] = []  # white space: content, unless a call or its closing marker follows
+        self._partial = ""  # text behind it that may be the beginning of a marker
         self._broken = ""  # a call that is not sound, whose closing marker may follow
         self._at_start = form.is_bare
-        self._after_call = False  # white space that comes now is none of the content
+        self._after_call = False  # white space that comes now is not content
         self._closing_is_due = False
-        self._reader: CallReader | None = None  # of calls that have begun, perhaps
+        self._reader: CallReader | None = None  # reads what may be calls
 
     def feed(self, text: str) -> list[Piece]:
         """Return the pieces that these characters bring."""
@@ -125,7 +128,7 @@ class ToolCallParser:
         return MarkerFinder(text, self._markers)
 
     def _read(self, reader: CallReader, text: str, pos: int) -> int:
-        """Let calls be read; where the text behind them begins."""
+        """Let the reader read on; return where the text behind its calls begins."""
         pos = reader.read(text, pos)
         if reader.is_done:
             self._pieces.give_content(reader.content, self._base + pos)
@@ -138,7 +141,7 @@ class ToolCallParser:
         return pos
 
     def _scan(self, text: str, pos: int, markers: MarkerFinder) -> int:
-        """Look for the next call; where the text behind its marker begins, for `_read`."""
+        """Look for the next marker; return where the text behind it begins, or the text's end."""
         if self._after_call:
             pos = _behind_spaces(text, pos)
         if self._at_start:
@@ -156,7 +159,7 @@ class ToolCallParser:
         return at + len(marker)
 
     def _may_be_opening(self, text: str, pos: int, at: int) -> bool:
-        """Whether the closing marker at `at` may be the inside of an opening one that is still to come."""
+        """Return whether the closing marker at `at` may be a part of an opening one that is not whole yet."""
         closing, openings = self._form.closing, self._form.openings
         return any(closing in opening and partial_marker(text, opening, pos) < at for opening in openings)
 
@@ -187,10 +190,11 @@ class ToolCallParser:
         )
 
     def _closing(self, before: str, marker: str, at: int) -> None:
-        """A closing marker is content only where it closes no call.
+        """Take a closing marker, which is content only if it closes no call.
 
         Args:
-            at: characters before it.
+            before: the text before the marker since the last call or marker.
+            at: number of characters of the answer before the marker.
         """
         if self._broken and not before.strip(SPACES):
             self._broken += before + marker
@@ -217,12 +221,12 @@ class ToolCallParser:
             self._spaces.append(behind[len(shown) :])
 
     def _led(self, text: str) -> str:
-        """The text with the white space that was held back before it."""
+        """Return the text with the white space that was held back before it."""
         spaces, self._spaces = self._spaces, []
         return "".join([*spaces, text])
 
     def _give_broken(self) -> None:
-        """What follows is no part of it."""
+        """Give the broken call, if there is one: what follows is not a part of it."""
         if self._broken:
             self._pieces.give("broken", self._broken)
             self._broken, self._closing_is_due = "", False

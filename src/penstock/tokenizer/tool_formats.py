@@ -1,7 +1,10 @@
 """The parts of a row of the table of call forms: marks around a call, and the form of its arguments.
 
-Three readers read all rows: `call_reader` reads calls that are JSON, `framed_calls` reads calls whose name
-and arguments stand between marks, and `reasoning` with `answer_messages` reads what a model thinks.
+A mark is a fixed text that a family writes around a part of an answer. A marker is a mark by which a call or
+the reasoning is found.
+
+The readers serve all rows: `call_reader` reads calls that are JSON, `framed_calls` reads calls whose name and
+arguments stand between marks, and `reasoning` with `answer_messages` reads what a model thinks.
 `tool_grammar` writes a grammar of any row. The rows are in `form_table`; `model_syntax` chooses a model's.
 """
 
@@ -24,11 +27,12 @@ class Tags(msgspec.Struct, frozen=True, kw_only=True):
         key_end: between that name and its value.
         value_end: behind the value; `{key}` in it stands for the name of the argument.
         padding: between tags and value.
-        type_attribute: stands within `key_end`, behind its first character, and names the type of the value:
-            ` string="{}"` says whether it is a string; "" where the tag does not tell.
-        tells_names: that type is told by its name in JSON.
-        quotes: marks that may stand around the text of a value, in which its own end then means nothing.
-        is_nested: objects and lists are written as further tags within their value.
+        type_attribute: stands within `key_end`, behind its first character; `{}` in it stands for the type of
+            the value. As in ` string="{}"` that is "true" for a string and "false" for any other type; see
+            `tells_names`. "": tags do not give the type.
+        tells_names: `{}` stands for the JSON name of the type instead.
+        quotes: marks that may stand around the text of a value; `value_end` within them is plain text.
+        is_nested: the entries of objects and lists are written as further tags within the value.
     """
 
     key_open: str
@@ -45,7 +49,7 @@ class Tags(msgspec.Struct, frozen=True, kw_only=True):
         return self.value_end.replace("{key}", key)
 
     def key_end_of(self, types: Set[str]) -> str:
-        """Return the mark between a name and a value of these types; of none: a string."""
+        """Return the mark between a name and a value of these types; no types mean a string."""
         if not self.type_attribute:
             return self.key_end
         is_text = not types or "string" in types
@@ -62,21 +66,22 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         call_open: before the name.
-        call_written: what the model writes in place of opening and `call_open`, where a reader is given less
-            of it; `{name}` in it stands for the name.
-        prefix: before the name too, and left out by some models.
-        id_end: between the call's id, which stands before the name, and the name; "" where there is no id.
-        has_index: the name is followed by a colon and a number, and both with the prefix are the call's id.
-        number_attribute: stands within `name_end`, behind its first character, with the number of the call.
+        call_written: what the model writes in place of the opening and `call_open`, if readers are given less
+            of it (`answer_messages` takes headers away). `{name}` in it stands for the name.
+        prefix: stands right before the name; some models leave it out.
+        id_end: between the call's id, which then stands before the name, and the name; "": there is no id.
+        has_index: a colon and a number follow the name. The call's id is prefix, name, colon and number.
+        number_attribute: stands within `name_end`, behind its first character; `{}` in it stands for the
+            number of the call, from 1 on. "": calls have no such number.
         name_end: between name and arguments.
-        name_end_written: what the model writes there, where a reader is given another spelling of it.
+        name_end_written: what the model writes in place of `name_end`, if readers are given another spelling.
         body: how the arguments are written: as JSON, as text between `tags`, or as literals of Python or of
             Gemma, whose strings stand between two `quote`.
         call_end: behind the arguments.
         separator: between two calls.
-        section_open: before the first call, behind the opening; too common in texts to be one.
-        section_end: behind the last call of a section; "" where every call has an opening of its own.
-        is_section: one opening stands before several calls; else before each one.
+        section_open: before the first call, behind the opening. It is too common in texts to be a marker.
+        section_end: behind the last call of an opening; "" if there is no such mark.
+        is_section: the family writes one opening for all calls of a section; else one for each call.
     """
 
     call_open: str = ""
@@ -101,26 +106,26 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     """One way in which models write calls of tools.
 
     Attributes:
-        opening: before a call, or before a list of calls; "" where there is no such marker.
+        opening: the marker before a call, or before several calls; "" if there is none.
         also: further markers at which a call may begin.
-        closing: behind a call; "" where there is none, or where the `frame` has it.
-        padding: between markers and call, as the family writes it.
+        closing: the marker behind a call; "" if there is none, or if the `frame` has it.
+        padding: what the family writes between markers and call.
         is_bare: a call may also be the beginning of the answer, without the marker.
         is_list: the family writes its calls as one JSON list.
         is_lines: the family writes its calls one behind the other between the markers, each on a line.
         is_named: the name stands before the arguments, and not in JSON with them: `NAME[ARGS]{...}`.
-        frame: of calls that are not JSON objects; None: they are.
-        messages: templates show a call as a message in this dialect of `answer_messages`, which turns it into
-            what the frame says; "" where they show it as the frame says.
-        name_key: the key of the name.
+        frame: the marks of calls that are not JSON objects; None: calls are JSON objects, or `is_named`.
+        messages: templates show a call as a message in this dialect of `answer_messages`, which turns the
+            message into a call in the `frame`. "": templates show calls in the frame itself.
+        name_key: the key of the name in a JSON object.
         arguments: the key of the arguments.
-        index_key: the key of a call's number, which stands first; "" where there is none.
+        index_key: the key of a call's number, which stands first; "": there is no such key.
         is_opened: prompts end with the opening, so that the first call of an answer has none.
         is_single: the family makes one call in an answer.
         has_short_ids: templates of the family want ids of nine letters and digits.
-        tokens: what may be special tokens, beside the markers that are seen in the texts.
-        signs: all of these stand in chat templates of the family.
-        foreign: none of these does.
+        tokens: texts that may be special tokens, beside those that `markers` finds in the marks.
+        signs: texts of which all stand in chat templates of the family.
+        foreign: texts of which none stands there.
     """
 
     name: str
@@ -151,7 +156,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The texts that may be a special token."""
+        """The marks, or parts of marks, that may each be one special token."""
         named = (NAME_END, CALL_ID) if self.opening == MISTRAL else ()
         return _tokens(self.opening, self.closing, *named, *_texts_of(self.frame), more=self.tokens)
 
@@ -162,13 +167,13 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         opening, closing: around the reasoning, which is the beginning of an answer.
         is_open: an answer begins inside, even where neither the prompt nor the answer has the opening marker.
-        around: text that some models write around what they say, and that is not part of it.
-        ending: the same behind the whole answer, its calls included.
-        messages: the answer is a row of messages, in this dialect of `answer_messages`; "" where it is not.
+        around: marks that some models write around what they say; they are not shown.
+        ending: a mark behind the whole answer, its calls included, that is not shown either.
+        messages: the answer is a sequence of messages in this dialect of `answer_messages`; "" if it is not.
         resumes: what stands between reasoning and answer.
         answers: what stands before the text of an answer.
-        remarks: what stands before a text that calls may follow; "" where a text is the end.
-        tokens, signs: as for tools.
+        remarks: what stands before a text behind which calls may follow; "" if a text ends the answer.
+        tokens, signs, foreign: as in `ToolFormat`.
     """
 
     name: str
@@ -196,7 +201,7 @@ def with_attribute(mark: str, attribute: str) -> str:
 
 
 def _texts_of(frame: Frame | None) -> tuple[str, ...]:
-    """Return all texts of a frame."""
+    """Return the marks of a frame in which special tokens may be."""
     if frame is None:
         return ()
     tags = frame.tags
@@ -206,7 +211,7 @@ def _texts_of(frame: Frame | None) -> tuple[str, ...]:
 
 
 def _tokens(*texts: str, more: tuple[str, ...]) -> tuple[str, ...]:
-    """Return what may be tokens in these texts, the texts themselves among them, each once."""
+    """Return what may be tokens, each once: these texts, parts of them that look like tokens, and `more`."""
     found = [token for text in texts if text for token in (text, *_TOKEN.findall(text))]
     whole = [token for token in found if not any(token in other and token != other for other in more)]
     return tuple(dict.fromkeys([*whole, *more]))
@@ -214,4 +219,4 @@ def _tokens(*texts: str, more: tuple[str, ...]) -> tuple[str, ...]:
 
 MISTRAL = "[TOOL_CALLS]"
 NAME_END = "[ARGS]"  # between a name and its arguments
-CALL_ID = "[CALL_ID]"  # some write the call's id behind its name
+CALL_ID = "[CALL_ID]"  # some models write the call's id behind the name

@@ -3,10 +3,11 @@
 It serves `tool_choice` and strict tools, structured output in place of calls, and structured output behind
 reasoning.
 
-The text is Lark as llguidance takes it. Markers that are one token of the model are asked for by id, so
-that the model writes what it was trained on; the parser of `tool_calls` reads every text that the grammar
-lets through. Spaces are those of the chat templates (`", "` and `": "`). Called by `server.openai.tools` and
-`server.openai.structured`; the compiler of the grammar bounds it.
+The grammar is written in Lark, as llguidance reads it. A marker that is one token of the model stands in the
+grammar as the id of that token, so that the model writes what it was trained on. The parser of `tool_calls`
+can read every text that the grammar allows. Spaces are those of the chat templates (`", "` and `": "`).
+Called by `server.openai.tools` and `server.openai.structured`. The size of a grammar is bounded where it is
+built (`grammar.matcher`).
 """
 
 from __future__ import annotations
@@ -43,13 +44,15 @@ Thinks = Literal["no", "maybe", "opened"]
 
 
 class CallTask(msgspec.Struct, frozen=True, kw_only=True):
-    """Which calls an answer may have.
+    """The calls and the text that an answer may have.
 
     Attributes:
-        schemas: of the arguments of each tool that may be called, by its name; None: it has no parameters.
-        is_forced: there must be a call, and nothing but calls; else text may stand in place of them.
-        text: which text, and then no other beside calls; None: any.
-        is_single: no more than one.
+        schemas: the schema of the arguments of each tool that may be called, by the tool's name; None: the
+            tool has no parameters.
+        is_forced: the answer must be calls and nothing else; else text may stand in place of calls.
+        text: structured output for that text, which then may not stand beside calls; None: any text, also
+            beside calls.
+        is_single: at most one call is allowed.
         thinks: whether the answer begins with reasoning; "opened": it does, the prompt has opened it.
     """
 
@@ -61,7 +64,7 @@ class CallTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def call_grammar(task: CallTask, syntax: ModelSyntax) -> str:
-    """Return the grammar of an answer; `syntax.tools` is not None."""
+    """Return the grammar of an answer. `syntax.tools` may not be None."""
     form, ids = syntax.tools, syntax.marker_ids
     assert form is not None
     channels = syntax.reasoning if syntax.reasoning is not None and syntax.reasoning.messages else None
@@ -93,10 +96,10 @@ def call_grammar(task: CallTask, syntax: ModelSyntax) -> str:
 def reasoned_grammar(
     structured: StructuredOutputs, reasoning: ReasoningFormat, ids: Mapping[str, int], *, is_open: bool
 ) -> str | None:
-    """Return the grammar of reasoning and then this text; None for a pattern or a grammar.
+    """Return the grammar of reasoning and then this text; None for a text given by a pattern or a grammar.
 
     Args:
-        ids: ids of markers that are one token.
+        ids: ids of the markers that are one token each.
         is_open: the prompt has opened the reasoning; else there may be none.
     """
     answer = answer_rule(structured)
@@ -109,12 +112,12 @@ def reasoned_grammar(
 
 
 def has_rule(structured: StructuredOutputs) -> bool:
-    """Return whether this text can be a part of a larger one; one given by a pattern or a grammar cannot."""
+    """Return whether `answer_rule` has a rule for this text: it has none for a pattern or a grammar."""
     return structured.choice is not None or structured.json is not None or structured.json_object
 
 
 def answer_rule(structured: StructuredOutputs) -> str | None:
-    """Return the right side of a rule for this text; None for one given by a pattern or a grammar."""
+    """Return the right side of a rule for this text; None for a text given by a pattern or a grammar."""
     if structured.choice is not None:
         return " | ".join(map(json.dumps, structured.choice))
     if not has_rule(structured):
@@ -174,7 +177,7 @@ def _calls(form: ToolFormat, ids: Mapping[str, int], *, is_single: bool) -> str:
 def _call(
     form: ToolFormat, ids: Mapping[str, int], name: str, index: int, *, text: StructuredOutputs | None
 ) -> str:
-    if form.is_bare and text is not None:  # which may begin as a call does
+    if form.is_bare and text is not None:  # the text may begin as a call does
         return _call_as_json(form, name, index, text)
     if form.is_named:
         return f"{_text(name)} {_marker(NAME_END, ids)} arguments_{index}"
@@ -186,15 +189,18 @@ def _call(
 
 
 def _call_as_json(form: ToolFormat, name: str, index: int, text: StructuredOutputs) -> str:
-    """A call in the words and with the spaces of the JSON that may stand in its place. Where two words begin
-    alike, the library goes on with the longer one alone; so a call must not be told from an answer by its
-    spaces, or a model that writes some would be held to calls."""
+    """Return the expression of a call, made of the same words as JSON that may stand in the place of a call.
+
+    A word is a terminal of the grammar, also one of white space. Where two words begin alike, the library
+    follows only the longer one. So a call and a text must not differ in white space: a model that writes some
+    of it would then be bound to a call.
+    """
     head = map(_text, ["{", '"name"', ":", json.dumps(name), ",", f'"{form.arguments}"', ":"])
     return _between(text).join([*head, f"arguments_{index}", '"}"'])
 
 
 def _calls_as_json(text: StructuredOutputs, *, is_single: bool) -> str:
-    """One, or a list of them; the same of their words."""
+    """Return the expression of one call or a list of calls, made of such words as `_call_as_json`."""
     if is_single:
         return "call"
     space = _between(text)
@@ -204,7 +210,7 @@ def _calls_as_json(text: StructuredOutputs, *, is_single: bool) -> str:
 
 
 def _between(text: StructuredOutputs) -> str:
-    """Two words of JSON."""
+    """Return what the grammar has between two words of JSON: optional white space, or nothing but a gap."""
     return f" {_SPACE}? " if text.whitespace else " "
 
 
@@ -213,7 +219,10 @@ def _object_schema(schema: dict[str, Any] | None, spacing: dict[str, Any]) -> di
 
 
 def _thinking(form: ReasoningFormat, ids: Mapping[str, int], *, is_open: bool) -> str:
-    """The rule `start`: reasoning, and the answer behind it and a bounded number of line ends."""
+    """Return the rule `start`: reasoning, a bounded number of line ends, and the answer.
+
+    The reasoning may be left out unless the prompt, or the form, has opened it.
+    """
     closing = _marker(form.closing, ids)
     if closing.startswith("<["):
         thought = f"thought: {_ANY} {closing}"
@@ -225,7 +234,7 @@ def _thinking(form: ReasoningFormat, ids: Mapping[str, int], *, is_open: bool) -
 
 
 def _channels(form: ReasoningFormat, ids: Mapping[str, int], *, is_open: bool) -> str:
-    """The rule `start`: thoughts, each a message of its own, and the answer behind them."""
+    """Return the rule `start`: thoughts, each a message of its own, and the answer behind them."""
     begin, end = _marker(form.opening, ids), _marker(form.closing + form.resumes, ids)
     if not begin:
         return "start: answer"
@@ -236,9 +245,13 @@ def _channels(form: ReasoningFormat, ids: Mapping[str, int], *, is_open: bool) -
 def _channels_start(
     task: CallTask, form: ToolFormat, channels: ReasoningFormat, ids: Mapping[str, int]
 ) -> str:
-    """The rules of an answer that is a row of messages: thoughts, then a call, or a text where it may be."""
+    """Return the rules of an answer that is a sequence of messages.
+
+    Thoughts come first, then a call, or a text unless calls are forced. If the form has `remarks`, texts may
+    also stand before.
+    """
     call = _calls(form, ids, is_single=task.is_single or form.is_single)
-    # Two words, for the library goes on with the longer one of two that begin alike.
+    # In two words: of words that begin alike the library follows only the longer one (`_call_as_json`).
     call = call.replace('"commentary to="', '"commentary" " to="')
     start = _channels(channels, ids, is_open=task.thinks == "opened")
     if task.is_forced:
@@ -253,7 +266,7 @@ def _channels_start(
 
 
 def _marker(marker: str, ids: Mapping[str, int]) -> str:
-    """A marker, with its tokens by id and what else it is as text; "" for no marker."""
+    """Return the expression for a marker: tokens by id, the rest of it as text; "" for no marker."""
     return written(marker, ids)
 
 

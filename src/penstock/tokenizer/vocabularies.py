@@ -1,7 +1,7 @@
-"""Whether two models have one vocabulary: whether every id means the same piece of text to both.
+"""Compares the vocabularies of two models: every id must mean the same piece of text to both.
 
-Asked where a model is to guess the tokens of another. Tables of a model are often longer than its vocabulary,
-by ids that stand for nothing, and such ids are not compared.
+That is required of a model that drafts for another one (`engine.supervisor.draft_placement`). The tables of a
+model often have more rows than its vocabulary has tokens; such ids stand for nothing and are not compared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.tokenizer.sources.model_files import tokenizer_content
 def vocabulary_difference(directory: Path, other: Path) -> str:
     """Return how the vocabularies of two models differ, as part of a sentence; "" if they do not.
 
-    Where one of them has none, nothing is known of it, and nothing is said.
+    If one of them has no vocabulary, nothing can be compared, and "" is returned.
     """
     content, other_content = _content(directory), _content(other)
     if content is None or other_content is None or content == other_content:
@@ -38,7 +38,7 @@ def _content(model: Path) -> bytes | None:
 
 
 def _pieces(content: bytes) -> dict[int, str]:
-    """By id; what cannot be read is empty."""
+    """Return the piece of text of each id; empty for a vocabulary that cannot be read."""
     try:
         tokenizer: dict[str, Any] = json.loads(content)
         vocabulary = tokenizer["model"]["vocab"]

@@ -1,8 +1,9 @@
-"""Whether SentencePiece's table of characters to replace is sound.
+"""Checks whether SentencePiece's table of characters to replace is sound.
 
-The tokenizers library follows the table without looking at its bounds, so that a text of a request could
-break it. The table is a length, a trie of that many bytes (a double array of units of 32 bits), and the texts
-that stand in for what was found, each with a zero behind it. Called by the sources that have such a table.
+The tokenizers library follows the table without checks of bounds, so that a text of a request could make it
+fail. The table is a length in four bytes, a trie of that many bytes, and the texts that replace what the trie
+finds, each with a zero behind it. The trie is a double array of units of 32 bits. Called by the readers of
+files that have such a table.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _BYTES = np.arange(1, 256, dtype=np.uint32)
 
 
 def require_sound_charsmap(charsmap: bytes) -> None:
-    """Raise `ValueError` where the table leads out of its bounds for some text. An empty one is sound."""
+    """Raise `ValueError` if the table leads out of its bounds for some text. An empty table is sound."""
     if not charsmap:
         return
     size = int.from_bytes(charsmap[:4], "little")
@@ -42,7 +43,7 @@ def require_sound_charsmap(charsmap: bytes) -> None:
 
 
 def _next(positions: np.ndarray, units: np.ndarray) -> np.ndarray:
-    """Return where the children of nodes are, before their letters are added."""
+    """Return the bases of nodes: a child stands at the base XOR the byte that leads to it."""
     following: np.ndarray = positions ^ ((units >> 10) << ((units & 512) >> 6))
     return following
 

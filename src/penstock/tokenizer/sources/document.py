@@ -1,8 +1,8 @@
 """Writes a `tokenizer.json` for a vocabulary that came in another form.
 
-Whatever reads vocabularies reads that one form: the tokenizer, grammars, comparisons of two models. So a
-source gives its tokens, and the functions here say the rest: how text becomes pieces, which pieces are
-joined, and how ids become text again. Called by the other modules of this room. Knows no file.
+All that reads vocabularies reads that one form: the tokenizer, grammars, comparisons of two models. Another
+module of `sources` reads the tokens of a vocabulary and calls a function here. The function adds the rest:
+how text becomes pieces, which pieces are joined, and how ids become text again. No file is opened here.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Added:
-    """A token that is found in a text before anything else is.
+    """A token that is found in a text before the rest of the text is cut into tokens.
 
     Attributes:
-        special: it does not stand for text: what users write never becomes it, and answers do not show it.
+        special: the token does not stand for text: text that users write never becomes it, and answers do not
+            show it.
     """
 
     id: int
@@ -39,10 +40,10 @@ class Tokens:
     """A vocabulary.
 
     Attributes:
-        ids: of all tokens, by name.
-        added: those of them, or beyond them, that are found first.
+        ids: the id of each token, by name.
+        added: tokens that are found in a text first; `ids` may have them or not.
         before: ids that are put before a text.
-        after: ids that are put behind one.
+        after: ids that are put behind a text.
     """
 
     ids: Mapping[str, int]
@@ -57,7 +58,7 @@ class ByteLevel:
 
     Attributes:
         merges: pairs that are joined, the first one first.
-        patterns: cut a text into words, one after the other.
+        patterns: each cuts what the ones before it left; the result are words.
         whole_words: a word that is a token is that token, whatever merges would make of it.
         composed: text is brought into Unicode's form NFC first.
     """
@@ -91,11 +92,11 @@ class Pieces:
     """The making of tokens that spell text.
 
     Attributes:
-        merges: pairs that are joined, the first one first. None of a unigram model.
-        scores: of all tokens by id, of a unigram model.
-        unknown: id of the token for what has no piece.
-        byte_fallback: such text becomes a token for each byte, called `<0x00>` to `<0xFF>`.
-        isolated: tokens that are never cut or joined, as they stand in a text.
+        merges: pairs that are joined, the first one first; empty for a unigram model.
+        scores: the scores of all tokens by id, for a unigram model; else empty.
+        unknown: id of the token for text that has no piece; None: there is no such token.
+        byte_fallback: text that has no piece becomes a token for each byte, called `<0x00>` to `<0xFF>`.
+        isolated: tokens that are never cut or joined where they stand in a text.
     """
 
     unknown: int | None
@@ -107,7 +108,7 @@ class Pieces:
 
 
 def byte_level_names(ranks: Mapping[bytes, int]) -> dict[str, int]:
-    """Return tokens that are bytes as byte-level vocabularies spell them."""
+    """Return the ranks of tokens by name: the bytes of a token as byte-level vocabularies spell them."""
     letters = {byte: letter for letter, byte in byte_level_alphabet().items()}
     return {token.decode("latin-1").translate(letters): rank for token, rank in ranks.items()}
 
@@ -127,7 +128,7 @@ def byte_level_document(tokens: Tokens, how: ByteLevel) -> bytes:
 def pieces_document(tokens: Tokens, how: Pieces) -> bytes:
     """Return the `tokenizer.json` of a SentencePiece vocabulary."""
     steps = [_metaspace()] if how.spaces.prefix == "first" else []
-    if how.scores or how.isolated:  # which find a piece by its name, whatever kind it is of
+    if how.scores or how.isolated:  # such models find a piece by its name, also a special one
         steps += _cuts(tokens, how)
     return _document(
         tokens,
@@ -214,7 +215,7 @@ def _bpe(ids: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> Document:
 
 
 def _template(tokens: Tokens) -> Document | None:
-    """Return what puts ids around a text."""
+    """Return the part of the document that puts ids around a text; None if there are no such ids."""
     if not (tokens.before or tokens.after):
         return None
     names = {token_id: name for name, token_id in tokens.ids.items()}

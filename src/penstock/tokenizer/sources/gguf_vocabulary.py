@@ -2,8 +2,8 @@
 
 `gguf_tokenizer` writes a `tokenizer.json`, `gguf_tokenizer_config` a `tokenizer_config.json`. A vocabulary is
 one of SentencePiece's (`llama` with scores, `t5` with probabilities) or a byte-level one (`gpt2`, with merges
-and the name of a split rule); any other kind is refused by name. Called by `sources.model_files`. Reads no
-tensor.
+and the name of a split rule); any other kind is refused by name. Called by `sources.model_files`. No tensor
+is read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _EMBEDDING = "token_embd.weight"
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPECIAL_KEYS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-# Files name one or two tokens that end an answer. Models have more, and files mark some as common text.
+# Names of tokens that end an answer. Files name one or two, but models have more, and files mark some of them
+# as common text.
 _ENDS = frozenset(
     [
         *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"),
@@ -96,14 +97,13 @@ def gguf_tokenizer_config(metadata: GgufMetadata) -> bytes:
 
 
 def gguf_end_ids(metadata: GgufMetadata) -> list[int]:
-    """Return the ids that end an answer: those that the file names, and those whose names are known to."""
+    """Return the ids that end an answer: those that the file names, and those with a name of `_ENDS`."""
     names = metadata.texts(_TOKENS)
     ends = {_token_id(metadata, key, len(names)) for key in ("eos", "eot", "eom")}
     known = {token_id for token_id, name in enumerate(names) if name in _ENDS}
     if {"<|return|>", "<|call|>"} <= set(names):
-        known -= (
-            {names.index("<|end|>")} if "<|end|>" in names else set()
-        )  # it ends a message, not the answer
+        # In such vocabularies `<|end|>` ends a message, and not the answer.
+        known -= {names.index("<|end|>")} if "<|end|>" in names else set()
     return sorted({token_id for token_id in ends if token_id is not None} | known)
 
 
@@ -112,8 +112,8 @@ class _Vocabulary:
     """The tokens of a file, checked.
 
     Attributes:
-        names: by id.
-        kinds: by id, as the file numbers them; all are normal where it does not.
+        names: name of each token, by id.
+        kinds: kind of each token, by id, as GGUF files number kinds; all normal if the file gives none.
     """
 
     names: list[str]
@@ -149,7 +149,7 @@ class _Vocabulary:
         return ids
 
     def added(self) -> list[Added]:
-        """Return the tokens that are found in a text first."""
+        """Return the tokens that are found in a text first, before the rest of it is cut into tokens."""
         special = set(self.of_kind(_CONTROL, _UNKNOWN))
         special |= {token_id for token_id, name in enumerate(self.names) if name in _ENDS}
         ids = sorted(special.union(self.of_kind(_USER_DEFINED)))
@@ -179,7 +179,7 @@ def _byte_level_way(rule: SplitRule, merges: list[tuple[str, str]]) -> ByteLevel
 
 
 def _merges(metadata: GgufMetadata, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    if _MERGES not in metadata and metadata.get(_PRE) == "kimi-k2":  # whose ids are the order
+    if _MERGES not in metadata and metadata.get(_PRE) == "kimi-k2":  # the ids give the order of merges
         alphabet = byte_level_alphabet().keys()
         normal = [
             name for each in vocabulary.of_kind(_NORMAL) if alphabet >= set(name := vocabulary.names[each])
@@ -197,7 +197,7 @@ def _merges(metadata: GgufMetadata, vocabulary: _Vocabulary) -> list[tuple[str, 
 
 
 def _makes_token(pair: tuple[str, str], ids: Mapping[str, int]) -> bool:
-    """Return whether a merge is of this vocabulary, which may have been made smaller than its merges."""
+    """Return whether a merge is of this vocabulary; a file may have merges of tokens that were taken out."""
     left, right = pair
     return left in ids and right in ids and left + right in ids
 
@@ -249,10 +249,10 @@ _KINDS = {"gpt2": _byte_level, "llama": _sentencepiece, "t5": _unigram}
 def _tokens(
     metadata: GgufMetadata, vocabulary: _Vocabulary, *, add_bos: bool = False, add_eos: bool = False
 ) -> Tokens:
-    """Return the vocabulary with what is put around a text.
+    """Return the vocabulary, with the ids that are put around a text.
 
     Args:
-        add_bos, add_eos: what holds where the file does not say.
+        add_bos, add_eos: whether the id is put there if the file does not say.
     """
     return Tokens(
         ids=vocabulary.ids,
@@ -284,7 +284,7 @@ def _token_id(metadata: GgufMetadata, which: str, size: int, default: int | None
 
 
 def _templates(metadata: GgufMetadata) -> dict[str, str]:
-    """Return the chat templates by name; the nameless one is "default"."""
+    """Return the chat templates by name; the one without a name is "default"."""
     templates = {"default": metadata.text(_TEMPLATE)} if _TEMPLATE in metadata else {}
     if _TEMPLATE_NAMES in metadata:
         for name in metadata.texts(_TEMPLATE_NAMES):

@@ -1,7 +1,8 @@
 """Computes the merges of a vocabulary that gives the order of its tokens, and not what they were made of.
 
-Both SentencePiece's BPE and tiktoken join, again and again, the two neighbours whose union ranks best among
-the tokens; the leftmost of equals. A list of merges in the order of what they make says the same.
+SentencePiece's BPE and tiktoken both join two neighbours again and again: those whose union ranks best among
+the tokens, and of equals the leftmost. A list of merges in the order of the tokens that they make has the
+same effect.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from collections.abc import Container, Iterable
 def ranked_merges(ranked: Iterable[str], parts: Container[str]) -> list[tuple[str, str]]:
     """Return every pair of `parts` that makes a token, in the order of the tokens.
 
-    Several pairs can make one token. Their order says nothing: the text of a token is joined in one way.
+    Several pairs can make one token. The order of these pairs does not matter, because the text of a token is
+    always joined in the same way.
 
     Args:
-        ranked: tokens that merges make, the first to be made first.
+        ranked: tokens that merges make, best first.
         parts: tokens that merges join.
     """
     return [

@@ -3,7 +3,8 @@
 A model is a directory or a GGUF file. `tokenizer_content` returns a `tokenizer.json`, as it is or written
 from another source; `tokenizer_config_content` does the same for `tokenizer_config.json`. Called by
 `tokenizer.tokenizer`, `tokenizer.vocabularies`, `grammar.matcher` and the code that sends these files to
-other hosts. What reads GGUF and SentencePiece is imported where it is used, because numpy is slow to import.
+other hosts. The readers of GGUF and SentencePiece are imported where they are used, because they need numpy,
+which is slow to import.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _OTHERS = (_TEKKEN, "tokenizer.model", "tiktoken.model", "*.tiktoken")  # in the
 
 
 def vocabulary_file(model: Path) -> Path | None:
-    """Return the file that a model's vocabulary is in; None where there is none.
+    """Return the file that a model's vocabulary is in; None if there is none.
 
     Args:
         model: its directory, or a GGUF file.
@@ -36,13 +37,13 @@ def vocabulary_file(model: Path) -> Path | None:
 
 
 def tokenizer_content(model: Path) -> bytes | None:
-    """Return the model's vocabulary as the content of a `tokenizer.json`; None where it has none.
+    """Return the model's vocabulary as the content of a `tokenizer.json`; None if the model has none.
 
     Args:
         model: its directory, or a GGUF file.
 
     Raises:
-        ModelError: the vocabulary is not sound, is of a kind that is not read, or is larger than the model's.
+        ModelError: the vocabulary is not sound, of a kind that is not read, or too large for the model.
     """
     file = vocabulary_file(model)
     if file is None:
@@ -67,7 +68,7 @@ def tokenizer_content(model: Path) -> bytes | None:
 
 
 def tokenizer_config_content(model: Path) -> bytes:
-    """Return the content of the model's `tokenizer_config.json`, with its chat templates; empty for none.
+    """Return the content of the model's `tokenizer_config.json`, with chat templates; empty if it has none.
 
     Args:
         model: its directory, or a GGUF file.

@@ -1,7 +1,7 @@
 """The content of a SentencePiece model file (`tokenizer.model`): a protocol buffer, read here by hand.
 
-A message is a list of fields, each with a number and a kind of coding; what is not needed is passed over.
-Lengths are compared with what is there before anything is taken. Called by
+A message is a list of fields, each with a number and a kind of coding. Fields that are not needed are passed
+over. A length is compared with the number of bytes that are left before any are read. Called by
 `sources.sentencepiece_vocabulary`.
 """
 
@@ -23,7 +23,7 @@ _MAX_VARINT_BYTES = 10
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One token."""
+    """One token; its kind is one of the numbers from `NORMAL` to `BYTE`."""
 
     name: str
     score: float
@@ -35,13 +35,13 @@ class SentencePieceFile:
     """A model: its pieces by id, and how a text is prepared for them.
 
     Attributes:
-        algorithm: `UNIGRAM` or `BPE`; there are two others.
-        unknown, bos, eos: ids, or -1.
+        algorithm: `UNIGRAM`, `BPE`, or one of two others, which are not supported.
+        unknown, bos, eos: ids of these tokens; -1: the model has no such token.
         dummy_prefix: a space is put before a text.
         collapse_spaces: spaces at both ends go away, and of several in a row all but one.
         escape_spaces: a space is written as U+2581.
         space_behind: pieces have the space of their word at their end.
-        charsmap: characters to replace, compiled; empty for none.
+        charsmap: a table of characters to replace (`sources.charsmap`); empty: there is none.
     """
 
     pieces: list[Piece]
@@ -58,13 +58,14 @@ class SentencePieceFile:
 
 
 def read_sentencepiece(content: bytes, name: str) -> SentencePieceFile:
-    """Return what a file holds.
+    """Return the model in a file.
 
     Args:
-        name: how errors call it.
+        content: the bytes of the file.
+        name: what errors call the file.
 
     Raises:
-        ModelConfigError: this is not such a file, or it is cut off.
+        ModelConfigError: this is not a SentencePiece model, or it is cut off.
     """
     try:
         return _read_model(content)
@@ -91,7 +92,7 @@ def _read_model(content: bytes) -> SentencePieceFile:
     return SentencePieceFile(pieces=pieces, **fields)  # type: ignore[arg-type]
 
 
-# By number of the message in a model: numbers of its fields, and what they are called here.
+# For each message within a model, by number: the names that its fields have here, by their numbers.
 _SETTINGS = {
     2: {
         3: "algorithm",
@@ -151,7 +152,7 @@ def _fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _varint(content: bytes, position: int) -> tuple[int, int]:
-    """Return a number of 7 bits a byte, and where it ends."""
+    """Return the number that is coded at a position, 7 bits in each byte, and the position behind it."""
     byte = content[position]
     if byte < 0x80:
         return byte, position + 1

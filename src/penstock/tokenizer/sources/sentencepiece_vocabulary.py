@@ -1,7 +1,8 @@
 """The vocabulary of a directory that has a SentencePiece model and no `tokenizer.json`.
 
-`sentencepiece_tokenizer` writes a `tokenizer.json`. Special tokens, and what is put around a text, are those
-that `tokenizer_config.json` and `added_tokens.json` name. Called by `sources.model_files`.
+`sentencepiece_tokenizer` writes a `tokenizer.json`. Special tokens are those of the model itself, and those
+that `tokenizer_config.json` and `added_tokens.json` name. `tokenizer_config.json` may also say whether ids
+are put around a text. Called by `sources.model_files`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from penstock.tokenizer.sources.sentencepiece_file import (
 from penstock.tokenizer.sources.tokenizer_settings import TokenizerSettings
 
 _ALGORITHMS = {3: "words", 4: "characters"}
-_ENDS_TEXTS = ("T5Tokenizer", "MT5Tokenizer")  # and does not begin them
+_ENDS_TEXTS = ("T5Tokenizer", "MT5Tokenizer")  # classes that put an id behind a text, and none before it
 _MAX_UNUSED = 1 << 20  # ids between the vocabulary and its added tokens
 
 
@@ -34,12 +35,13 @@ def sentencepiece_tokenizer(content: bytes, name: str, settings: TokenizerSettin
     """Return the content of a `tokenizer.json` that encodes as the model does.
 
     Args:
-        content: of the model's file.
-        name: how errors call it.
+        content: the bytes of the model's file.
+        name: what errors call the file.
+        settings: the settings of the tokenizer in the model's directory.
 
     Raises:
-        ModelConfigError: the file is not sound, or has more tokens than the model.
-        UnsupportedModelError: it is a model of another kind than unigram or BPE.
+        ModelConfigError: the file is not sound, or has more tokens than the model has rows for.
+        UnsupportedModelError: the file is a SentencePiece model of another kind than unigram or BPE.
     """
     file = read_sentencepiece(content, name)
     if file.algorithm not in (UNIGRAM, BPE) or file.space_behind:
@@ -73,9 +75,10 @@ class _Vocabulary:
     """The tokens of a model and of the files beside it.
 
     Attributes:
-        pieces: by id.
-        ids: by name.
-        isolated: names of user-defined pieces, which are found in a text after it was prepared.
+        pieces: the tokens by id.
+        ids: id of each token, by name.
+        isolated: names of user-defined pieces, which are found in a text after its characters and spaces were
+            replaced.
     """
 
     pieces: list[Piece]
@@ -102,7 +105,7 @@ class _Vocabulary:
         return cls(pieces=pieces, ids=ids, isolated=[pieces[each].name for each in sorted(defined)])
 
     def added(self) -> list[Added]:
-        """Return the tokens that are found in a text first."""
+        """Return the tokens that are found in a text first, before its characters and spaces are replaced."""
         isolated = set(self.isolated)
         return [
             Added(id=token_id, content=piece.name, special=piece.kind != USER_DEFINED)
@@ -111,7 +114,11 @@ class _Vocabulary:
         ]
 
     def around(self, token_id: int, asked: bool | None, default: bool) -> list[int]:
-        """Return the id, where the model has it and it is to be put at an end of a text."""
+        """Return the id in a list if the model has it and it is put at an end of a text; else an empty list.
+
+        Args:
+            asked: whether the settings want it there; None: they do not say, and `default` holds.
+        """
         wanted = default if asked is None else asked
         return [token_id] if wanted and 0 <= token_id < len(self.pieces) else []
 

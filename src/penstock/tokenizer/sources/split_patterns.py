@@ -1,9 +1,9 @@
 r"""The rules by which byte-level vocabularies cut a text into words, by the names that GGUF files give them.
 
-A rule is a list of patterns. Each cuts every piece that the ones before it left: what a pattern matches is a
-word, and so is what lies between two matches. They are the patterns that the models' own tokenizers were
-published with. No token reaches over the border of two words. `\p{L}` are letters, `\p{M}` marks, `\p{N}`
-numbers, `\p{P}` punctuation, `\p{S}` symbols.
+A rule is a list of patterns, in the order in which they are applied. Each cuts every piece that the ones
+before it left: what the pattern matches is a piece, and so is what lies between two matches. The last pieces
+are the words. No token reaches over the border of two words. The models' own tokenizers were published with
+these patterns. `\p{L}` are letters, `\p{M}` marks, `\p{N}` numbers, `\p{P}` punctuation, `\p{S}` symbols.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class SplitRule:
     Attributes:
         patterns: each cuts what the ones before it left.
         whole_words: a word that is a token is that token, whatever merges would make of it.
-        add_bos: a text begins with the beginning-of-sequence id, where the file does not say.
+        add_bos: a text begins with the beginning-of-sequence id, unless the file says otherwise.
         composed: text is brought into Unicode's form NFC first.
     """
 

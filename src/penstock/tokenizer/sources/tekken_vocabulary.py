@@ -1,7 +1,8 @@
 """The vocabulary of a directory that has Mistral's `tekken.json` and no `tokenizer.json`.
 
-The file has the bytes of each token in the order of their ranks, the pattern that cuts a text into words, and
-the special tokens, which have the first ids. Called by `sources.model_files`.
+The file has the bytes of each token in the order of ranks, the pattern that cuts a text into words, and the
+special tokens. Special tokens have the first ids; the id of any other token is its rank plus their number.
+Called by `sources.model_files`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from penstock.tokenizer.sources.tokenizer_settings import TokenizerSettings
 
 _MAX_SPECIAL = 1 << 16
 _BEGIN = "<s>"
-# Of files that name none: the ids from 0 on.
+# The special tokens of files that name none, by id from 0 on.
 _FIRST_SPECIAL = (
     *(
         "<unk>",
@@ -75,11 +76,12 @@ def tekken_tokenizer(content: bytes, name: str, settings: TokenizerSettings) -> 
     """Return the content of a `tokenizer.json` that encodes as the file says.
 
     Args:
-        content: of the file.
-        name: how errors call it.
+        content: the bytes of the file.
+        name: what errors call the file.
+        settings: the settings of the tokenizer in the model's directory.
 
     Raises:
-        ModelConfigError: the file is not sound, or has more tokens than the model.
+        ModelConfigError: the file is not sound, or has more tokens than the model has rows for.
     """
     try:
         file = msgspec.json.decode(content, type=_File)
@@ -101,7 +103,7 @@ def tekken_tokenizer(content: bytes, name: str, settings: TokenizerSettings) -> 
 
 
 def _special(file: _File) -> list[str]:
-    """Return the names of the special tokens by id; those without a name get one."""
+    """Return the names of the special tokens by id; an id that the file does not name gets a name here."""
     count = file.config.default_num_special_tokens
     if not 0 <= count <= _MAX_SPECIAL:
         raise ValueError(f"{count} special tokens are not from 0 to {_MAX_SPECIAL}")
@@ -119,7 +121,7 @@ def _special(file: _File) -> list[str]:
 
 
 def _ranks(file: _File) -> dict[bytes, int]:
-    """Return the tokens that the model has, which may be fewer than the file has."""
+    """Return the ranks of the tokens that the model has, by bytes; the file may have more tokens."""
     count = file.config.default_vocab_size - file.config.default_num_special_tokens
     if not 256 <= count <= len(file.vocab):
         raise ValueError(f"{count} tokens are not from 256 to the {len(file.vocab)} that it has")

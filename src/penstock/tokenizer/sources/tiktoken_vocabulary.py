@@ -1,8 +1,8 @@
-"""The vocabulary of a directory that has a tiktoken file: tokens in base64, each with its rank, its id.
+"""The vocabulary of a directory that has a tiktoken file: tokens in base64, each with its rank, also its id.
 
-Such a file says neither how a text is cut into words nor its special tokens. Both are known for the families
-below, by the class that `tokenizer_config.json` names or by the file's name; others are refused by name.
-Called by `sources.model_files`.
+Such a file says neither how a text is cut into words nor which special tokens there are. Both are known for
+the families below. A family is known by the class that `tokenizer_config.json` names, by the file's name, or,
+for Llama 3, by the number of tokens. Files of other families are refused. Called by `sources.model_files`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ class _Family:
     """What is known of the tokenizers of one family of models.
 
     Attributes:
-        name: for errors.
+        name: what errors call the family.
         pattern: cuts a text into words.
-        special: names of its special tokens, in order, from the first id behind the ranks on.
-        before: names of the tokens that are put before a text, of those that there are.
+        special: returns the names of the special tokens, in the order of their ids, which begin behind the
+            ranks. They are used if the files beside the vocabulary name no tokens.
+        before: names of tokens that are put before a text; names that the vocabulary does not have are left
+            out.
         composed: text is brought into Unicode's form NFC first.
     """
 
@@ -81,12 +83,13 @@ def tiktoken_tokenizer(content: bytes, name: str, settings: TokenizerSettings) -
     """Return the content of a `tokenizer.json` that encodes as the file and its family say.
 
     Args:
-        content: of the file.
-        name: of the file.
+        content: the bytes of the file.
+        name: the path of the file, also for errors.
+        settings: the settings of the tokenizer in the model's directory.
 
     Raises:
-        ModelConfigError: the file is not sound, or has more tokens than the model.
-        UnsupportedModelError: nothing is known of the family.
+        ModelConfigError: the file is not sound, or has more tokens than the model has rows for.
+        UnsupportedModelError: the file is not of a known family.
     """
     ranks = _ranks(content, name)
     family = _family(name, len(ranks), settings)
@@ -150,7 +153,7 @@ def _family(name: str, num_ranks: int, settings: TokenizerSettings) -> _Family:
 
 
 def _added(ids: Mapping[str, int], family: _Family, settings: TokenizerSettings) -> list[Added]:
-    """Return the special tokens: those that the files name, else the family's."""
+    """Return the special tokens: those that the files beside the vocabulary name, else the family's."""
     if settings.added:
         return list(settings.added)
     first = max(ids.values()) + 1

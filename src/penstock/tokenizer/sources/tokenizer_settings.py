@@ -1,7 +1,7 @@
 """The settings of a tokenizer in a model directory, beside the vocabulary.
 
-Read from `tokenizer_config.json`, `added_tokens.json` and `config.json`, whichever there are. Called by the
-sources of vocabularies that do not say it themselves.
+They are read from `tokenizer_config.json`, `added_tokens.json` and `config.json`, as far as there are such
+files. `model_files` reads them for vocabularies in files that do not have such settings.
 """
 
 from __future__ import annotations
@@ -40,13 +40,18 @@ class _ModelConfig(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerSettings:
-    """The settings of one model; None and "" where nothing is said.
+    """The settings of one model. A value is None or "" if the files do not give it.
 
     Attributes:
         tokenizer_class: name of the class that the model's makers used.
         added: tokens beyond the vocabulary, and other names for tokens in it.
-        legacy: a space is put before each stretch between special tokens, and not only the first.
-        vocab_size: rows of the model's table of embeddings.
+        add_bos: the beginning-of-sequence id is put before a text.
+        add_eos: the end-of-sequence id is put behind a text.
+        add_prefix_space: a space is put before a text.
+        legacy: that space is put before each stretch of text between special tokens, and not only before the
+            first one.
+        model_type: the architecture of the model, as `config.json` names it.
+        vocab_size: number of rows of the model's table of embeddings.
     """
 
     tokenizer_class: str
@@ -59,7 +64,7 @@ class TokenizerSettings:
     vocab_size: int | None
 
     def require_room(self, name: str, num_tokens: int) -> None:
-        """Raise `ModelConfigError` where the vocabulary has more tokens than the model has rows for."""
+        """Raise `ModelConfigError` if the vocabulary has more tokens than the model has rows for."""
         if self.vocab_size is not None and num_tokens > self.vocab_size:
             raise ModelConfigError(
                 f"{name} has {num_tokens} tokens, but config.json has vocab_size {self.vocab_size}.",
