@@ -158,7 +158,7 @@ class CallReader:
     def _object(self) -> Reading:
         """Read a call that is an object, its keys in any order."""
         self._expect("{")
-        self._give_broken(len(self._raw) - 1)  # a broken call before ends here, with all that stands between
+        self._give_broken(len(self._raw) - 1)  # all before this belongs to a broken call, if there is one
         name, arguments = "", "{}"
         while True:
             yield  # the bracket, or the comma

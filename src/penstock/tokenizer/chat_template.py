@@ -225,7 +225,8 @@ class JinjaChatTemplate:
         """Return a conversation with a call, and the form of the call; "" if its arguments are not shown."""
         form, form_alone = (CallForm(is_text=is_text, content=content) for content in ("", None))
         shown, shown_alone = self._try(form), self._try(form_alone)
-        if shown_alone and (not shown or len(shown_alone) < len(shown)):  # "" adds something
+        # A template that writes more for an empty text than for none is given none.
+        if shown_alone and (not shown or len(shown_alone) < len(shown)):
             return shown_alone, form_alone
         return shown, form if shown else CallForm()
 
@@ -251,7 +252,7 @@ class JinjaChatTemplate:
 
     @cached_property
     def _written_form(self) -> ToolFormat | None:
-        """The form in which Penstock writes former calls; None if it is unknown, or calls are shown."""
+        """The form in which Penstock writes former calls; None if unknown or the template shows them."""
         return None if "tool_calls" in self.source else format_by_signs(self.source)
 
     def _told(self, messages: list[dict[str, Any]], extra: dict[str, Any]) -> list[dict[str, Any]]:

@@ -5,9 +5,9 @@ A token is a run of *bytes*, not of characters: one character may be spread over
 byte has come. The text of a sequence is *defined* as what feeding its ids yields, so that it does not depend
 on how the ids were cut into deltas. For valid UTF-8 it equals the `decode` of the tokenizers library.
 
-For ill-formed bytes of a byte-fallback vocabulary each byte gives one U+FFFD, as in that library. But the
-library then also replaces well-formed characters beside them. Here only the ill-formed bytes are replaced,
-since characters that were streamed cannot be taken back.
+In a byte-fallback vocabulary each ill-formed byte becomes one U+FFFD, as in that library. But the library
+then also replaces the well-formed bytes beside it. Here only ill-formed bytes are replaced, since characters
+that were streamed cannot be taken back.
 
 `tokenizer` makes detokenizers, and `engine.client.outputs` feeds them. They know nothing of stop strings.
 """

@@ -3,8 +3,8 @@
 A template writes former answers as the model was trained to write them. So a call with arguments of several
 types is rendered, and each row of `form_table` tries to read it: the first row whose reader gives back the
 very call is the model's. The row of reasoning is found by the marks around it. No name of a model is looked
-at. Called by `chat_template`. If a template shows no former calls, `model_syntax` finds its row by the signs
-of the rows.
+at. Called by `chat_template`. A template that shows no former calls gets its row by the signs of the rows
+(`model_syntax`).
 """
 
 from __future__ import annotations

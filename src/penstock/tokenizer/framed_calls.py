@@ -410,5 +410,5 @@ def _letters_of(text: str) -> str:
 
 @cache
 def _breaks_of(text: str) -> frozenset[int]:
-    """Return the positions in `_letters_of` a mark at which there may be white space."""
+    """Return the positions in the letters of a mark (`_letters_of`) at which there may be white space."""
     return frozenset(accumulate(map(len, _words_of(text))))

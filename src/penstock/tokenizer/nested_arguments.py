@@ -73,7 +73,7 @@ def _children(text: str, tags: Tags) -> Sequence[tuple[str, str]] | None:
 
 
 def _end_of(text: str, pos: int, tags: Tags, key: str) -> int:
-    """Return where the closing tag of the value stands that begins at `pos`; -1 if there is none."""
+    """Return the position of the closing tag of the value that begins at `pos`; -1 if there is none."""
     begin, end, depth = f"{tags.key_open}{key}{tags.key_end}", tags.end_of(key), 1
     while True:
         at = text.find(end, pos)

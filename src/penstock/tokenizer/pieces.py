@@ -30,7 +30,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
 
 class PieceList:
-    """Pieces that were not taken yet. Content right behind other content becomes one piece with it."""
+    """A list of pieces until they are taken; content right behind other content becomes one piece with it."""
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []

@@ -268,7 +268,7 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool
 
 
 def special_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
-    """Return a pattern of all special tokens longer than one character; if there are none, of no text."""
+    """Return a pattern of all special tokens longer than one character; without any, it matches nothing."""
     tokens = sorted((token for token in tokenizer.special_tokens if len(token) > 1), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
 

@@ -1,8 +1,8 @@
 """Finds calls of tools in the text of an answer that comes in pieces.
 
 One `ToolCallParser` serves all families: a row of `form_table` gives it the markers. What it gives does not
-depend on how the text was cut. A call *begins* at the character with which its name is known and its
-arguments begin. From there on the arguments are given as they come.
+depend on how the text was cut. A call *begins* where its name is known and the bracket, or mark, before its
+arguments has come. From there on the arguments are given as they come.
 
 These are calls:
 

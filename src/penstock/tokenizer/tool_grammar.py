@@ -49,7 +49,7 @@ class CallTask(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         schemas: the schema of the arguments of each tool that may be called, by the tool's name; None: the
             tool has no parameters.
-        is_forced: the answer must be calls and nothing else; else text may stand in place of calls.
+        is_forced: the answer must be calls, behind reasoning at most; else it may be text without calls.
         text: structured output for that text, which then may not stand beside calls; None: any text, also
             beside calls.
         is_single: at most one call is allowed.

@@ -58,7 +58,7 @@ class ByteLevel:
 
     Attributes:
         merges: pairs that are joined, the first one first.
-        patterns: each cuts what the ones before it left; the result are words.
+        patterns: each cuts the pieces that the ones before it left; the last pieces are words.
         whole_words: a word that is a token is that token, whatever merges would make of it.
         composed: text is brought into Unicode's form NFC first.
     """
