@@ -2,11 +2,13 @@
 
     all_reduce    every rank gets the sum      after the row-parallel projections: two a layer [B5], and
                                                one more where queries and keys are normalised over all heads
-    all_gather    every rank gets all parts    hidden states that came by shares, candidates of a vocabulary
+    all_gather    every rank gets all parts    hidden states of which a link brings each rank a part, and
+                                               candidates of a vocabulary
 
-Sums are taken in the order of the ranks, so every rank gets the same bits. There are three carriers:
-`MemoryGroup` for ranks as threads, `kernels.cpu.collective` over memory that processes or threads share, and
-`torch_group` for GPUs, and for processes without our kernels. A rank that is alone has `SOLO`.
+On CPUs sums are taken in the order of the ranks, so every rank gets the same bits; on GPUs NCCL chooses the
+order. There are three implementations: `MemoryGroup` for ranks as threads, `kernels.cpu.collective` over
+memory that processes or threads share, and `torch_group` for GPUs, and for processes without our kernels. A
+rank that is alone has `SOLO`.
 """
 
 from __future__ import annotations
@@ -33,11 +35,14 @@ class TensorGroup(Protocol):
 
     @property
     def exchange_ns(self) -> tuple[int, int]:
-        """The nanoseconds in calls so far, and those of waiting for other ranks, where they are counted."""
+        """The nanoseconds in calls so far, and how many of them were waits for other ranks.
+
+        Both are 0 in a group that does not count them.
+        """
         ...
 
     def join(self, place: MeetingPlace) -> None:
-        """Let the rank meet the others at this place from now on, in a new epoch too."""
+        """Let the rank meet the others at this place from now on. To be called in each epoch."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -46,24 +51,24 @@ class TensorGroup(Protocol):
         The result may be `x` itself, overwritten.
 
         Raises:
-            WaitTimeoutError: another rank has not come in time; names it.
-            LinkClosedError: another rank has gone.
+            WaitTimeoutError: another rank has not come in time; the error names it.
+            LinkClosedError: another rank has gone, or the group was closed.
         """
         ...
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """Return all ranks' `x`, in their order, a list of [size]; errors as for `all_reduce`.
+        """Return the `x` of each of the `size` ranks, in the order of the ranks; errors as for `all_reduce`.
 
         `x` may have any shape, which must be the same on all ranks.
         """
         ...
 
     def check(self) -> None:
-        """Raise the error of a call that could not raise it itself, since it was recorded."""
+        """Raise the error of a recorded call, which could not raise it itself."""
         ...
 
     def rehearsing(self) -> AbstractContextManager[None]:
-        """Let this rank make calls alone within the context: the others are taken to bring the same."""
+        """Let this rank make calls alone within the context, as if the others brought the same tensors."""
         ...
 
     def close(self) -> None:
@@ -78,7 +83,7 @@ class Rehearsed:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Let this rank make calls alone within the context: each call takes its own `x` for all ranks'."""
+        """Let this rank make calls alone within the context, as if the others brought the same tensors."""
         self.is_rehearsing = True
         try:
             yield
@@ -112,16 +117,22 @@ SOLO = SoloGroup()
 
 
 def meet(group: TensorGroup) -> None:
-    """Wait until all ranks are here, where there is nothing to exchange; errors as for `all_gather`.
+    """Wait until all ranks have called this, with nothing to exchange; errors as for `all_gather`.
 
-    It exchanges an element, [1], since a call with tensors that have none may not wait for anything.
+    The ranks exchange one element, [1], since a call with empty tensors may not wait at all.
     """
     if group.size > 1:
         group.all_gather(torch.zeros(1))
 
 
 def missed(name: str, absent: Sequence[int], timeout_s: float | None) -> PenstockError:
-    """Return the error of a wait for ranks; `timeout_s` None: the group was closed before they had come."""
+    """Return the error of a wait for other ranks.
+
+    Args:
+        name: name of the group, such as "stage 1".
+        absent: ranks that have not come.
+        timeout_s: seconds of the wait; None: the group was closed meanwhile.
+    """
     who = ", ".join(f"rank {rank}" for rank in absent)
     if timeout_s is None:
         return LinkClosedError(f"{name}: the group was closed before {who} had joined.")
@@ -130,12 +141,13 @@ def missed(name: str, absent: Sequence[int], timeout_s: float | None) -> Penstoc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeetingPlace:
-    """The place where the ranks of a group meet in one epoch; each carrier takes what it needs.
+    """The place where the ranks of a group meet in one epoch; each implementation takes what it needs.
 
     Attributes:
-        table: for threads.
-        memory: a writable buffer that all ranks share, zero at first (`meeting.memory_bytes`).
-        store_path: path of a file that all ranks share, empty at first.
+        table: for `MemoryGroup`: a table that all threads share.
+        memory: for `kernels.cpu.collective`: a writable buffer that all ranks share, zero at first and of
+            `meeting.memory_bytes`.
+        store_path: for `torch_group`: path of a file that all ranks share, empty at first.
     """
 
     table: Table | None = None
@@ -144,10 +156,10 @@ class MeetingPlace:
 
 
 def ordered_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of all ranks' parts in their order, in float32, rounded once.
+    """Return the sum of all ranks' parts in the order of the ranks, in float32, rounded once to their dtype.
 
     Args:
-        parts: of any shape, which all of them have.
+        parts: one tensor of each rank, all of one shape, which may be any.
     """
     first, *others = parts
     total = first.float()
@@ -160,7 +172,7 @@ class MemoryGroup(Rehearsed):
     """A group of ranks that are threads of one process.
 
     Args:
-        name: for messages, such as "stage 1".
+        name: name of the group in error messages, such as "stage 1".
         timeout_s: deadline of every wait.
     """
 
@@ -189,7 +201,7 @@ class MemoryGroup(Rehearsed):
         return [part.to(x.device) for part in parts]
 
     def check(self) -> None:
-        """Do nothing: calls have raised their errors themselves."""
+        """Do nothing: each call has raised its error itself."""
 
     def close(self) -> None:
         if self._table is not None:
@@ -197,22 +209,23 @@ class MemoryGroup(Rehearsed):
 
 
 class Table:
-    """The table where threads lay down their tensors, and take those of the others."""
+    """The table where each thread lays down its tensor, and takes those of the others."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._brought: dict[int, dict[int, Tensor]] = {}  # by call, then by rank
-        self._num_taken: dict[int, int] = {}
+        self._num_taken: dict[int, int] = {}  # by call: how many ranks have taken all its parts
         self._is_closed = False
 
     def exchange(
         self, own: tuple[int, int], x: Tensor, size: int, name: str, timeout_s: float
     ) -> list[Tensor]:
-        """Return all ranks' `x` of a call, in the order of the ranks: a list of [size].
+        """Return the `x` of each of the `size` ranks in one call, in the order of the ranks.
 
         Args:
             own: this rank, and the number of its call.
-            x: of any shape.
+            x: this rank's tensor, of any shape.
+            name: name of the group, for errors.
         """
         rank, call = own
         with self._changed:
@@ -224,7 +237,7 @@ class Table:
                 absent = [index for index in range(size) if index not in parts]
                 raise missed(name, absent, None if came else timeout_s)
             self._num_taken[call] = self._num_taken.get(call, 0) + 1
-            # Only the last rank clears a call: until then a slower one still looks for the parts.
+            # Only the last rank clears a call: until then a slower rank still looks for the parts.
             if self._num_taken[call] == size:
                 del self._brought[call], self._num_taken[call]
             return [parts[index] for index in range(size)]
@@ -236,10 +249,10 @@ class Table:
 
 
 def open_shared_memory(handle: MeetingHandle) -> MeetingPlace:
-    """Open the meeting place for a rank in its own process, which keeps the descriptors for the epoch."""
+    """Return the meeting place of a rank that is a process; it must keep the descriptors for the epoch."""
     return MeetingPlace(memory=map_memory(handle), store_path=store_path(handle))
 
 
 def memory_meeting(size: int, buffer_bytes: int = BUFFER_BYTES) -> MeetingPlace:
-    """Return a meeting place for ranks that are threads."""
+    """Return a meeting place for ranks that are threads; it has no store."""
     return MeetingPlace(table=Table(), memory=bytearray(memory_bytes(size, buffer_bytes)))

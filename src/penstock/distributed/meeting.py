@@ -1,8 +1,9 @@
-"""The meeting of the ranks of a stage that are processes, for one epoch: memory without a name, and a store.
+"""The files in memory by which the ranks of a stage, each a process, meet in one epoch.
 
-The host makes a meeting and hands its descriptors to the ranks; nothing is left behind however they
-end. `kernels.cpu.collective` sums in the memory, whose layout is in csrc/collective.cpp; `torch_group` finds
-the others by the store. Torch-free.
+A meeting has shared memory and a store, both without a name in the file system. The host makes a meeting and
+hands its descriptors to the ranks, so that nothing is left behind however the ranks end. In the memory
+`kernels.cpu.collective` sums tensors; csrc/collective.cpp says how it is laid out. By the store `torch_group`
+finds the other ranks. Torch-free.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from contextlib import ExitStack
 
 from penstock.process.endpoints import MeetingHandle
 
-BUFFER_BYTES = 1 << 20  # of what goes round at a time; larger tensors go in pieces
+BUFFER_BYTES = 1 << 20  # what a rank exchanges at a time; larger tensors go in pieces
 _LINE, _PAGE = 64, 4096
 
 
 def memory_bytes(size: int, buffer_bytes: int = BUFFER_BYTES) -> int:
-    """Return the bytes that `size` ranks share: a line for the group and each rank, two buffers for each."""
+    """Return the bytes that `size` ranks share.
+
+    These are a cache line for the group and one for each rank, up to a whole page, and two buffers for each
+    rank.
+    """
     lines = _LINE * (1 + size)
     return -(-lines // _PAGE) * _PAGE + 2 * size * buffer_bytes
 
@@ -43,16 +48,16 @@ def map_memory(handle: MeetingHandle) -> mmap.mmap:
 
 
 def store_path(handle: MeetingHandle) -> str:
-    """Return a path of the store, which holds in this process while the descriptor is open."""
+    """Return a path of the store that is valid in this process, and while the descriptor is open."""
     return f"/proc/self/fd/{handle.store_fd}"
 
 
 def end_meeting(handle: MeetingHandle) -> None:
-    """End the group: every rank that waits for another one in it stops."""
+    """End the group in shared memory: every rank that waits there for another one fails."""
     os.pwrite(handle.memory_fd, (1).to_bytes(4, "little"), 0)
 
 
 def close_meeting(handle: MeetingHandle) -> None:
-    """Close this process' descriptors; memory that is mapped stays so."""
+    """Close this process' descriptors of the meeting; memory that is mapped stays mapped."""
     for fd in (handle.memory_fd, handle.store_fd):
         os.close(fd)

@@ -1,6 +1,7 @@
-"""The part of rows, columns, heads or ids that each rank of a tensor group has. Pure numbers.
+"""The part of rows, columns, heads or ids that each rank of a tensor group has.
 
-`layers` cut their weights by shares, `weights` read the rows and columns of a share from the checkpoint.
+`layers` cuts weights by shares, and `weights` reads the rows and columns of a share from the checkpoint. This
+module computes with numbers alone.
 """
 
 from __future__ import annotations
@@ -29,34 +30,36 @@ class Share:
         return self.size == self.whole
 
     def scaled(self, factor: int) -> Share:
-        """Return the share of `factor` times as many, such as the rows of heads."""
+        """Return the same share of `factor` times as many things, such as the rows of a share of heads."""
         return Share(start=self.start * factor, end=self.end * factor, whole=self.whole * factor)
 
 
-IDS = 32  # shares of a vocabulary begin at multiples: a word of a mask of ids, a panel of a packed head
+# Shares of a vocabulary begin at multiples of this: a word of a mask of ids, or a panel of the packed output
+# head, is then on one rank.
+IDS = 32
 
 
 def even_share(whole: int, rank: int, size: int) -> Share:
-    """Return the share of rank `rank` of `size`, as long as the others'."""
+    """Return the share of rank `rank` of `size` ranks, whose shares are equally long."""
     assert whole % size == 0, (whole, size)
     each = whole // size
     return Share(start=rank * each, end=rank * each + each, whole=whole)
 
 
 def near_share(whole: int, rank: int, size: int) -> Share:
-    """Return the share of rank `rank` of `size`; the first ranks may have one more than the others."""
+    """Return the share of rank `rank` of `size` ranks; the first ones may have one more than the others."""
     each, more = divmod(whole, size)
     start = rank * each + min(rank, more)
     return Share(start=start, end=start + each + (rank < more), whole=whole)
 
 
 def vocab_share(num_ids: int, rank: int, size: int) -> Share:
-    """Return the ids of a rank, in blocks of `IDS`; the first ranks may have a block more.
+    """Return the ids of rank `rank` of `size` ranks, in runs of `IDS`; the first ranks may have a run more.
 
     Nothing is padded, so an id that does not exist can never be sampled [B6] [B7].
 
     Args:
-        num_ids: at least `size` blocks, the last of which may be cut short.
+        num_ids: size of the vocabulary: at least `size` runs, of which the last may be short.
     """
     blocks = -(-num_ids // IDS)
     assert blocks >= size, (num_ids, size)
@@ -65,12 +68,12 @@ def vocab_share(num_ids: int, rank: int, size: int) -> Share:
 
 
 def head_share(num_heads: int, rank: int, size: int) -> Share:
-    """Return the KV heads of a rank: an equal part, or a single one where there are fewer heads than ranks.
+    """Return the KV heads of rank `rank` of `size` ranks: an equal part of them.
 
-    Several ranks have the same head then [B3].
+    If there are fewer heads than ranks, each rank has one head, and several ranks have the same [B3].
 
     Args:
-        num_heads: a multiple of `size`, or a divisor.
+        num_heads: number of KV heads, a multiple or a divisor of `size`.
     """
     if num_heads >= size:
         assert num_heads % size == 0, (num_heads, size)

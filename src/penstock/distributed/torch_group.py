@@ -1,7 +1,7 @@
-"""A tensor group over torch's communication: NCCL between GPUs, gloo where our kernels cannot be had.
+"""A tensor group over torch's communication: NCCL between GPUs, gloo on CPUs without our kernels.
 
 The ranks find each other by the store of their meeting, anew in each epoch. There is no global process group:
-all that an epoch has made goes with it.
+each epoch has a group of its own, which ends with it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class TorchGroup(Rehearsed):
     """A rank's place in a group over torch's communication.
 
     Args:
-        device: device of the tensors; `cuda`: by NCCL.
-        name: for messages, such as "stage 1".
+        device: device of the tensors. For `cuda` torch communicates by NCCL, otherwise by gloo.
+        name: name of the group in error messages, such as "stage 1".
         timeout_s: deadline of every wait.
     """
 
@@ -34,16 +34,16 @@ class TorchGroup(Rehearsed):
         self._group: Any = None
 
     def join(self, place: MeetingPlace) -> None:
-        # The group of the epoch before goes first: it must not outlive its store's descriptor (`close`).
+        # The group of the epoch before is closed first: it must not outlive its store's descriptor (`close`).
         self.close()
         self._group = self._meet(place.store_path)
         if self._group is None:
             raise self._missed(self._timeout_s)
 
     def _meet(self, store_path: str) -> Any:
-        """Return the group, or None where not all have come.
+        """Return the group, or None if not all ranks have come in time.
 
-        It raises no error, since the error's frames would hold the store.
+        It does not raise the error, since the stack frames in the error would keep the store alive.
         """
         timeout = datetime.timedelta(seconds=self._timeout_s)
         try:
@@ -62,7 +62,7 @@ class TorchGroup(Rehearsed):
         return ordered_sum(self.all_gather(x))
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        own = x.contiguous().to(self._device)  # candidates of a vocabulary are on the CPU: NCCL takes none
+        own = x.contiguous().to(self._device)  # candidates of a vocabulary are on the CPU, unknown to NCCL
         if self.is_rehearsing:
             return [x.clone() for _ in range(self.size)]
         parts = [torch.empty_like(own) for _ in range(self.size)]
@@ -70,13 +70,13 @@ class TorchGroup(Rehearsed):
         return [part.to(x.device) for part in parts]
 
     def check(self) -> None:
-        """Do nothing: calls have raised their errors themselves."""
+        """Do nothing: each call has raised its error itself."""
 
     def close(self) -> None:
         """Abort the group. To be called before the store's descriptor is closed.
 
-        The destructor of the store opens its path once more, and where that has become another file it ends
-        the process.
+        The destructor of the store opens the store's path once more. If the path leads to another file by
+        then, the destructor ends the process.
         """
         group, self._group = self._group, None
         if group is not None:
@@ -86,7 +86,7 @@ class TorchGroup(Rehearsed):
         assert self._group is not None, "the group was not joined"
         try:
             getattr(self._group, call)(*tensors).wait()
-        except RuntimeError as error:  # torch does not say which rank, nor in a type of its own what happened
+        except RuntimeError as error:  # torch names no rank, and tells a timeout by the text alone
             raise self._missed(self._timeout_s if "imed out" in str(error) else None) from error
 
     def _missed(self, timeout_s: float | None = None) -> Exception:
@@ -97,7 +97,7 @@ class TorchGroup(Rehearsed):
 def process_group(
     device: torch.device, store: Store, rank: int, size: int, timeout: datetime.timedelta
 ) -> Any:
-    """Return torch's group for this device; a CPU build of torch does not have NCCL."""
+    """Return torch's group for this device. NCCL is named for GPUs alone: a CPU build of torch lacks it."""
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
