@@ -1,8 +1,9 @@
 """The seam between the model and the code that computes attention.
 
-`attention.cpu_paged` is by our kernels, `attention.torch_paged` everywhere else; `attention.latent_paged` is
-for models that keep one latent vector of a token in place of keys and values. A backend holds no state of a
-request or a step. It alone decides how keys and values lie in memory, for only it reads them.
+`attention.cpu_paged` and `attention.cpu_latent` run our kernels; `attention.torch_paged` and
+`attention.latent_paged` run torch, on any device. The two latent ones are for models that keep one latent
+vector of a token in place of keys and values. A backend holds no state of a request or a step. It alone
+decides how keys and values lie in memory, since only it and its block codec read them.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ class AttentionBackend(Protocol):
         Args:
             qkv: [num_tokens, (num_heads + 2 num_kv_heads) head_dim], not rotated; may be overwritten.
             angles: rotations at the step's positions, from `layers.rope`.
-            kv: written at `metadata.slot_mapping`, read at the slots of each row's context.
-            sight: that of the layer, sinks included.
+            kv: the layer's storage, written at `metadata.slot_mapping` and read at the slots of each row's
+                context.
+            metadata: the rows of the step.
+            sight: how the layer's queries see keys: scale, cap, window and sinks.
 
         Returns:
             [num_tokens, num_heads * head_dim] in the dtype of `qkv`.
@@ -36,7 +39,7 @@ class AttentionBackend(Protocol):
         ...
 
     def block_bytes(self, block_size: int) -> int:
-        """Return the bytes of a block of one layer, keys and values."""
+        """Return the bytes that the keys and values of a block take in one layer."""
         ...
 
     def layer_kv(self, memory: Tensor) -> AnyKV:
@@ -44,5 +47,5 @@ class AttentionBackend(Protocol):
         ...
 
     def block_codec(self, block_size: int) -> BlockCodec:
-        """Return the codec that copies blocks of a layer out of this memory and back."""
+        """Return the codec that copies blocks out of the storage of layers and back."""
         ...

@@ -4,14 +4,15 @@ The bytes of one block of one layer are *records*, one for each KV head of the r
 
     record   keys [block_size, head_dim], then values [block_size, head_dim]
 
-or, where a token keeps one latent vector for all heads, the same one record on every rank of the stage:
+If one latent vector of a token serves all heads, a block of a layer is a single record instead, the same on
+every rank of the stage:
 
     record   latent vectors, each with its rotated key [block_size, rank + rotary_dim]
 
 Numbers are those of the cache, in its dtype, little-endian. A rank with half of the heads has half of the
 records: so a block that was written by two ranks of a stage can be read by one, and the other way round.
-Called to keep blocks outside of a rank's memory. It knows nothing of where they are kept, nor of
-which blocks are whole: slots that no token has written are copied as they are.
+Called to keep blocks outside of a rank's memory. This module does not know where blocks are kept, nor which
+blocks are full: slots that no token has written are copied as they are.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from torch import Tensor
 
 from penstock.attention.metadata import AnyKV, LatentKV, LayerKV
 
-LayerBlock = tuple[AnyKV, int]  # of a layer, from `AttentionBackend.layer_kv`, and which of its blocks
+LayerBlock = tuple[AnyKV, int]  # a layer's storage (`AttentionBackend.layer_kv`), and a block's number in it
 
 
 class BlockCodec(Protocol):
     """Copies blocks of `block_size` tokens of a rank's layers out of its memory and back.
 
-    Both copies are done when the call returns. They may run on a thread of their own beside steps that leave
-    those blocks alone, and for export beside those that read them.
+    A copy is complete when the call returns. It may run on another thread beside steps that do not touch its
+    blocks. An export may also run beside steps that read them.
     """
 
     @property
@@ -47,7 +48,7 @@ class BlockCodec(Protocol):
         ...
 
     def import_blocks(self, layer_blocks: Sequence[LayerBlock], records: Sequence[bytes]) -> None:
-        """Write `records`, as `export_blocks` returns them. Only the blocks' own slots are written."""
+        """Write `records`, in the order of `export_blocks`, into the blocks, and into no other slots."""
         ...
 
 
@@ -55,7 +56,8 @@ class SlotCodec:
     """Implements `BlockCodec` where keys and values lie slot by slot, in host memory or on a device.
 
     Args:
-        num_heads, num_parts, width: a record is [num_parts, block_size, width], one for each head.
+        num_heads, num_parts, width: there is a record for each head, [num_parts, block_size, width]. Its
+            parts are keys and values, or latent vectors alone.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class SlotCodec:
         return num_parts * block_size * width * self._dtype.itemsize
 
     def export_blocks(self, layer_blocks: Sequence[LayerBlock]) -> list[bytes]:
-        # Put in order where they lie, so that a device sends them in one piece.
+        # The records are put in order on the device, so that it sends each block in one piece.
         blocks = [
             torch.stack(self._slots(*layer_block)).permute(2, 0, 1, 3).contiguous()
             for layer_block in layer_blocks
@@ -104,7 +106,7 @@ class SlotCodec:
 
 
 def check_records(codec: BlockCodec, num_blocks: int, records: Sequence[bytes]) -> None:
-    """Assert that the records fit: others would be read, or written, over the end."""
+    """Assert that number and size of the records are right; otherwise kernels would read beyond their end."""
     assert len(records) == num_blocks * codec.num_records, len(records)
     assert {len(record) for record in records} <= {codec.record_bytes}, "a record of another size"
 

@@ -16,7 +16,7 @@ from penstock.kernels.cpu.ops import CpuKernels, Sight
 class CpuLatentAttention(LatentPagedAttention):
     """Implements `attention.backend.AttentionBackend`; keys lie as `LatentPagedAttention` has them.
 
-    A query's result depends on nothing but itself and its own context, as that of `CpuPagedAttention`.
+    A query's result depends on nothing but the query and its context, as with `CpuPagedAttention`.
     """
 
     def __init__(self, num_heads: int, latent: LatentSpec, dtype: torch.dtype, kernels: CpuKernels) -> None:

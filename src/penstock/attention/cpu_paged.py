@@ -17,8 +17,8 @@ from penstock.kernels.cpu.ops import DTYPES, HALVES, CpuKernels, HeadShape, Sigh
 class CpuPagedAttention:
     """Implements `attention.backend.AttentionBackend`.
 
-    A query's result depends on nothing but itself and its own context: not on the rest of the step, the
-    number of threads or how its prompt was cut.
+    A query's result depends on nothing but the query and its context: not on the rest of the step, the
+    number of threads, or the chunks that its prompt was cut into.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class CpuPagedAttention:
 class PackedCodec:
     """Implements `attention.block_codec.BlockCodec`.
 
-    The kernels are called past `CpuKernels`, which may be recording a step on another thread.
+    It calls the kernel library directly: `CpuKernels` may be recording a step on another thread.
     """
 
     def __init__(
         self, shape: HeadShape, dtype: torch.dtype, block_size: int, block_bytes: int, kernels: CpuKernels
     ) -> None:
         self._library, self._dtype = kernels.library, dtype
-        self._block_bytes = block_bytes  # as packed
+        self._block_bytes = block_bytes  # of a block as the kernels store it
         self._sizes = (shape.num_kv_heads, shape.head_dim, block_size)
 
     @property

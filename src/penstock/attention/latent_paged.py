@@ -1,12 +1,12 @@
 """The paged attention over latent vectors in plain torch, for CPUs and GPUs (arXiv 2405.04434, 2.1.2).
 
 The projections from a latent vector to keys and values are applied to queries and results instead
-(`models.latent_attention`), so that all query heads look at one key, and the value is the front of that key:
+(`models.latent_attention`). All query heads then look at one key, and the value is the front of that key:
 
     query [rank | rotary]      key [latent: rank | rotary]      value = latent
 
-So a token keeps `LatentSpec.width` numbers a layer, however many heads there are, and each rank of a stage
-keeps all of them.
+So `LatentSpec.width` numbers of a token are kept in each layer, however many heads there are. Each rank of a
+stage keeps all of them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from penstock.attention.torch_paged import weighted
 from penstock.families.latent_spec import LatentSpec
 from penstock.kernels.cpu.ops import Sight
 
-MAX_SCORES = 1 << 24  # of queries that are computed together: bounds the temporary memory of long prompts
+# The most scores that are computed together, unless one token has more: bounds the temporary memory of long
+# prompts.
+MAX_SCORES = 1 << 24
 
 
 class LatentPagedAttention:
-    """Implements `attention.backend.AttentionBackend`. Keys lie slot by slot; there are no values."""
+    """Implements `attention.backend.AttentionBackend`. Keys lie slot by slot; values are parts of keys."""
 
     def __init__(self, num_heads: int, latent: LatentSpec, dtype: torch.dtype) -> None:
         self._num_heads, self._latent, self._dtype = num_heads, latent, dtype
@@ -62,7 +64,11 @@ class LatentPagedAttention:
         return SlotCodec(num_heads=1, num_parts=1, width=width, dtype=self._dtype, block_size=block_size)
 
     def _store(self, qkv: Tensor, angles: Any, kv: LatentKV, metadata: AttentionMetadata) -> Tensor:
-        """Rotate queries and key of `qkv` in place, store the key, and return all head by head."""
+        """Rotate queries and key of `qkv` in place, store the key, and return both, head by head.
+
+        Returns:
+            [num_tokens, num_heads + 1, width], of which the last head is the key.
+        """
         heads = qkv.view(len(qkv), self._num_heads + 1, self._latent.width)
         rotary = heads[..., self._latent.rank :]
         rotary.copy_(angles.rotate(rotary))
@@ -77,7 +83,12 @@ class LatentPagedAttention:
         return weighted(query, keys, values, group.padding.squeeze(1), sight, sight.sinks)
 
     def _prefill(self, query: Tensor, kv: LatentKV, row: PrefillRow, sight: Sight, output: Tensor) -> None:
-        """Attend with one row, [num_tokens, num_heads, width]; write [num_tokens, num_heads, rank]."""
+        """Attend with the tokens of one row, and write the result to `output`.
+
+        Args:
+            query: [num_tokens, num_heads, width].
+            output: [num_tokens, num_heads, rank].
+        """
         keys = kv.latent.index_select(0, row.slots)
         values, hidden = keys[:, : self._latent.rank], ~row.sight()[:, None]
         for piece in self._pieces(len(query), len(keys)):

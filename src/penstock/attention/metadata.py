@@ -16,7 +16,8 @@ from torch import Tensor
 
 from penstock.kernels.cpu import abi
 
-# Gathered keys of one decode group, in slots: bounds the temporary memory of a step with long contexts.
+# The most slots that a decode group of several rows gathers; contexts count as long as the longest. This
+# bounds the temporary memory of a step with long contexts.
 MAX_GROUP_SLOTS = 1 << 17
 # Contexts of a decode group are padded to a multiple of this: shapes recur from step to step, so that oneDNN,
 # which compiles a kernel for every new shape of a bfloat16 product, finds one that it has.
@@ -70,9 +71,9 @@ AnyKV = LayerKV | BlockKV | LatentKV
 
 
 def kv_tensors(kv: AnyKV) -> list[Tensor]:
-    """Return the memory of one layer's storage; each tensor has all blocks, one behind the other.
+    """Return the tensors of one layer's storage; each tensor has all blocks, one behind the other.
 
-    They have the shapes of `LayerKV`, `BlockKV` or `LatentKV`: [num_slots, ...], or uint8
+    The tensors have the shapes of `LayerKV`, `BlockKV` or `LatentKV`: [num_slots, ...], or uint8
     [num_blocks * block_bytes].
     """
     return [getattr(kv, field.name) for field in fields(kv)]
@@ -82,9 +83,9 @@ def kv_tensors(kv: AnyKV) -> list[Tensor]:
 class DecodeGroup:
     """A group of consecutive decode rows whose contexts are read together, padded to the longest."""
 
-    start: int  # first row; rows and tokens are the same for decodes
-    end: int
-    slots: Tensor  # [num_rows, max_context] int64; padding repeats the row's own first slot
+    start: int  # first row, and its token's index in the step: each decode row has one token
+    end: int  # row behind the last
+    slots: Tensor  # [num_rows, max_context] int64; padding repeats the first slot that the row sees
     padding: Tensor  # [num_rows, 1, 1, max_context] bool, True where there is no token
 
 
@@ -92,13 +93,13 @@ class DecodeGroup:
 class PrefillRow:
     """A row with several tokens, or with one that is not counted among the decodes."""
 
-    start: int  # first token in the step
-    end: int
-    slots: Tensor  # [context] int64, from the first that is seen up to and with the step's own tokens
-    visible: Tensor | None  # [end - start, context] bool; None: the row starts here, plainly causal
+    start: int  # index of the row's first token in the step
+    end: int  # index behind its last token
+    slots: Tensor  # [context] int64, from the first that a token sees to the last of the step's own tokens
+    visible: Tensor | None  # [end - start, context] bool; None: the step has the row's whole context
 
     def sight(self) -> Tensor:
-        """Return `visible`, or what it stands for where it is None: [end - start, context] bool."""
+        """Return `visible`, or where it is None, the causal mask of the whole context: [context, context]."""
         if self.visible is not None:
             return self.visible
         size = len(self.slots)
@@ -107,7 +108,7 @@ class PrefillRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reads:
-    """The slots that a step's queries read in layers of one window."""
+    """The slots that a step's queries read in layers with the same window."""
 
     decode_groups: list[DecodeGroup]
     prefill_rows: list[PrefillRow]
@@ -115,7 +116,7 @@ class Reads:
 
 @dataclass(
     frozen=True, kw_only=True
-)  # no slots: the indices below are worked out once per step, not per layer
+)  # without slots=True, so that the properties below are worked out once per step, not per layer
 class AttentionMetadata:
     """The rows of a step, the same for all layers. Tensors are on the device of the KV storage."""
 
@@ -125,11 +126,11 @@ class AttentionMetadata:
     slot_mapping: Tensor  # [num_tokens] int64, where the step's keys and values go
     num_decodes: int  # leading rows with exactly one token
     block_size: int
-    kernel_step: abi.Step | None = None  # the same and the positions for our kernels, if at hand
+    kernel_step: abi.Step | None = None  # the same for our kernels, and the positions; None: use `step`
 
     @cached_property
     def step(self) -> KernelStep:
-        """The rows for our kernels, without positions."""
+        """The rows of the step in the form of our kernels, without positions."""
         return KernelStep(self)
 
     @cached_property
@@ -147,7 +148,7 @@ class AttentionMetadata:
         return self._reads[window]
 
     def _num_seen(self, window: int) -> list[int]:
-        """Return how much of its context the last token of each row sees."""
+        """Return how many tokens of its context the last token of each row sees."""
         return [min(seq_len, window) if window else seq_len for seq_len in self.seq_lens]
 
     def _decode_ranges(self, window: int) -> list[tuple[int, int]]:
@@ -169,7 +170,7 @@ class AttentionMetadata:
         context = -(-max(num_seen) // CONTEXT_STEP) * CONTEXT_STEP
         offsets = torch.arange(context, device=device)[None, :]
         padding = offsets >= counts
-        # A padded place must hold finite numbers, and never another request's: 0 x NaN would be NaN.
+        # Padding repeats a slot of the row itself. Another request's slot could hold NaN, and 0 x NaN is NaN.
         slots = self._slots(slice(start, end), first + offsets.masked_fill(padding, 0))
         return DecodeGroup(start=start, end=end, slots=slots, padding=padding[:, None, None, :])
 

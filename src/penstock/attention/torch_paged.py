@@ -2,8 +2,8 @@
 
 Decode rows are computed together: their keys are gathered, padded to the longest context, and the query heads
 of a KV head form one small matrix (grouped-query attention without repeating keys). Rows that prefill are
-computed one by one. Never `scaled_dot_product_attention(enable_gqa=True)`: on CPUs it is many times slower
-than either.
+computed one by one. Neither uses `scaled_dot_product_attention(enable_gqa=True)`: on CPUs it is many times
+slower.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def weighted(
     Args:
         query: [..., queries, head_dim].
         keys, values: [..., context, head_dim] and [..., context, value_dim].
-        hidden: [..., queries or 1, context] bool, True where a query does not see.
+        hidden: [..., queries or 1, context] bool, True where a query does not see a position.
         sinks: the sink of each query's head, to be broadcast to [..., queries]; None: there are none.
     """
     scores = torch.matmul(query * sight.scale, keys.transpose(-2, -1)).float()
@@ -116,13 +116,13 @@ def _prefill(query: Tensor, kv: LayerKV, row: PrefillRow, sight: Sight) -> Tenso
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = kv.key.shape[1]
     group_size = num_heads // num_kv_heads
-    # KV heads play the batch, the heads of a group share their keys by a stride of 0.
+    # KV heads are the batch dimension. The query heads of one KV head share its keys, by a stride of 0.
     folded = query.view(num_tokens, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)
     shared = (num_kv_heads, group_size, len(row.slots), head_dim)
     head_rows = _places(row.slots, num_kv_heads)
     keys = _gather(kv.key, head_rows)[:, None].expand(shared)
     values = _gather(kv.value, head_rows)[:, None].expand(shared)
-    if sight.soft_cap or sight.sinks is not None:  # which torch's own attention has not
+    if sight.soft_cap or sight.sinks is not None:  # torch's own attention knows neither
         sinks = None if sight.sinks is None else sight.sinks.view(num_kv_heads, group_size, 1)
         attended = weighted(folded, keys, values, ~row.sight(), sight, sinks)
     else:
@@ -133,7 +133,11 @@ def _prefill(query: Tensor, kv: LayerKV, row: PrefillRow, sight: Sight) -> Tenso
 
 
 def _places(slots: Tensor, num_kv_heads: int) -> Tensor:
-    """Turn [..., context] slots into [..., num_kv_heads, context] rows of storage seen as [-1, head_dim]."""
+    """Return where each head of each slot is in storage seen as [-1, head_dim]: [..., num_kv_heads, context].
+
+    Args:
+        slots: [..., context].
+    """
     heads = torch.arange(num_kv_heads, device=slots.device)[:, None]
     return slots[..., None, :] * num_kv_heads + heads
 
