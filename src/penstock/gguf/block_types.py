@@ -71,7 +71,7 @@ PACKAGE_TYPES = (
     *("TQ1_0", "TQ2_0", "MXFP4"),
 )
 
-# Numbers that ggml gave once and took back: what the files that have them should be made into.
+# Numbers of types that ggml has removed, with the words for the error: the type, and what to use instead.
 WITHDRAWN = {
     4: "Q4_2, which ggml has removed",
     5: "Q4_3, which ggml has removed",

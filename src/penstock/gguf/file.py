@@ -1,7 +1,7 @@
 """A model in GGUF as a whole: one file, or the parts that it was split into.
 
-Parts are called `NAME-00001-of-0000N.gguf`. Each says in its metadata which one it is, and the first has the
-metadata of the model. Whichever part is named, all are opened, and their tensors are one index. On a host
+Parts are called `NAME-00001-of-0000N.gguf`. The metadata of each part have its number, and those of the first
+part are the model's. Whichever part is named, all are opened, and their tensors form one mapping. On a host
 that has only some tensors of the model, the files are headers alone, and an index says where these tensors
 are (`gguf.tensor_places`). Called to load weights, a vocabulary or a configuration from GGUF.
 Torch-free; reads no tensor data.
@@ -33,8 +33,8 @@ class GgufFile:
         version: version of the format.
         metadata: metadata of the model.
         tensors: tensors of all files, by name, in the order of the files.
-        header_bytes: number of bytes that were read of all files.
-        data_starts: where the header of each file ends.
+        header_bytes: number of bytes that were read, of all files together.
+        data_starts: position in each file where its header ends and the tensors' bytes begin.
     """
 
     path: Path

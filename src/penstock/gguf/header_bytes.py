@@ -23,6 +23,8 @@ _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 class HeaderBytes:
     """The beginning of a file, of which more is read as it is needed.
 
+    The argument `what` of the methods is a name for errors: that of the thing which is read.
+
     Args:
         path: path of a regular file.
         descriptor: descriptor of that file, opened for reading.
@@ -30,7 +32,7 @@ class HeaderBytes:
     Attributes:
         content: the bytes that were read so far.
         position: position of the next byte to take.
-        file_size: in bytes.
+        file_size: size of the file in bytes.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -53,7 +55,7 @@ class HeaderBytes:
         """Read until `content` has this many bytes from `position` on, and return where they end.
 
         Raises:
-            CheckpointError: the file ends before, or its header would be longer than any is.
+            CheckpointError: the file ends before, or its header would be longer than `MAX_HEADER_BYTES`.
         """
         end = self.position + num_bytes
         if end > len(self.content):
@@ -61,7 +63,7 @@ class HeaderBytes:
         return end
 
     def take(self, num_bytes: int, what: str) -> bytes:
-        """Return the next bytes."""
+        """Return the next `num_bytes` bytes."""
         end = self.require(num_bytes, what)
         taken = self.content[self.position : end]
         self.position = end
@@ -121,7 +123,7 @@ class HeaderBytes:
         return texts
 
     def _read_whole_text(self, what: str) -> None:
-        """Read on until the next string is in `content`, and stay in front of it."""
+        """Read on until the next string is in `content`, and leave `position` in front of it."""
         start = self.position
         length = self.count(1, f"a length of {what}")
         self.require(length, what)

@@ -1,8 +1,8 @@
 """The metadata of a GGUF file: keys, and values of the format's thirteen types.
 
-`read_metadata` parses what stands in a header; `GgufMetadata` is what callers ask. A value of another type
-than the caller expects is a `CheckpointError` with file, key, expected and found. Called by `gguf.part`, and
-to read a model's configuration or vocabulary from the file. Knows the meaning of no key.
+`read_metadata` parses the keys and values in a header; callers ask a `GgufMetadata` for them. A value of
+another type than the caller expects is a `CheckpointError` with file, key, expected and found. Called by
+`gguf.part`, and to read a model's configuration or vocabulary from the file. Knows the meaning of no key.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Value = Scalar | np.ndarray | list[str] | list["Value"]
 
 _MAX_KEY_BYTES = 65_535
 _MAX_NESTING = 4
-_KEY_BYTES = 13  # the least that a key takes: a length, no character, a type, a byte
+_KEY_BYTES = 13  # the fewest for a key and its value: a length, no characters, a type, a value of one byte
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _NUMBERS: dict[int, np.dtype] = {
     0: np.dtype("<u1"),
@@ -44,7 +44,7 @@ _LEAST_BYTES = {_BOOL: 1, _STRING: 8, _ARRAY: 12} | {
 
 
 class GgufMetadata(Mapping[str, Value]):
-    """The keys and values of a file. Numbers in arrays are numpy arrays, strings in arrays are lists.
+    """The keys and values of a file. An array of numbers or truth values is a numpy array, any other a list.
 
     Args:
         file: name of the file, for errors.
@@ -125,7 +125,7 @@ def read_metadata(header: HeaderBytes, count: int) -> dict[str, Value]:
 
 
 def metadata_room(header: HeaderBytes) -> int:
-    """Return the next number, which counts keys, once the file can have so many."""
+    """Return the next number, which counts keys, after a check that the file can have so many."""
     return header.count(_KEY_BYTES, "a number of metadata keys")
 
 
@@ -171,7 +171,7 @@ def _checked_bools(header: HeaderBytes, content: bytes) -> np.ndarray:
 
 
 def _shown(value: Value | None) -> str:
-    """Return untrusted metadata, as an error says it."""
+    """Return a value, which is not trusted, in words for an error."""
     if value is None:
         return "no such key"
     if isinstance(value, np.ndarray | list):

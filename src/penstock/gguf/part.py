@@ -1,8 +1,8 @@
 """One GGUF file: its metadata, and which bytes of it hold which tensor.
 
-`read_part` reads and checks the header alone: counts, names, types, shapes, offsets, and that every tensor is
-inside the file and apart from all others. A defect is a `CheckpointError` with file, tensor or key, expected
-and found. Called by `gguf.file`, which joins the files of a model. Torch-free; reads no tensor data.
+`read_part` reads and checks the header alone: counts, names, types, shapes, offsets, and that no tensors
+overlap or go beyond the end of a whole file. A defect is a `CheckpointError` with file, tensor or key,
+expected and found. Called by `gguf.file`, which joins the files of a model. Torch-free; reads no tensor data.
 
 Format, versions 2 and 3: magic, version, number of tensors, number of keys; the keys with their values; name,
 dimensions, type and offset of each tensor; padding up to the alignment; the data.
@@ -31,7 +31,7 @@ _DEFAULT_ALIGNMENT = 32
 _MAX_ALIGNMENT = 1 << 20
 _MAX_NAME_BYTES = 1024
 _MAX_SIZE = 1 << 48
-_TENSOR_BYTES = 24  # the least that a tensor takes in the header: a length, dimensions, a type, an offset
+_TENSOR_BYTES = 24  # the fewest in the header: length of the name, number of dimensions, type, offset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class GgufTensor:
     """A tensor's place: `num_bytes` bytes of `path` from `start` on."""
 
     name: str
-    shape: tuple[int, ...]  # the slowest dimension first, as torch has it; the file says the reverse
+    shape: tuple[int, ...]  # the slowest dimension first, as in torch; the file has the reverse order
     type: GgufType
     path: Path
     start: int
@@ -159,7 +159,7 @@ def _read_entry(header: HeaderBytes) -> _Entry:
     num_dimensions = header.u32("a number of dimensions")
     if num_dimensions > MAX_DIMENSIONS:
         header.refuse(f"at most {MAX_DIMENSIONS} dimensions", str(num_dimensions), tensor=name)
-    # One value may be said without a dimension; for ggml it has one, and so nobody has to expect none.
+    # A file may give a single value no dimension. As in ggml it gets one: no caller has to expect none.
     dimensions = tuple(header.u64("a dimension") for _ in range(num_dimensions)) or (1,)
     if math.prod(dimensions) > _MAX_SIZE or any(size > _MAX_SIZE for size in dimensions):
         header.refuse(f"at most {_MAX_SIZE} values", f"dimensions {list(dimensions)}", tensor=name)
@@ -179,7 +179,7 @@ def _known_type(header: HeaderBytes, number: int, tensor: str) -> GgufType:
 
 
 def _placed(header: HeaderBytes, entry: _Entry, path: Path, data_start: int, alignment: int) -> GgufTensor:
-    """Return where a tensor is in a file that is whole."""
+    """Return a tensor with its place in the file, if the file is whole."""
     num_bytes = entry.type.num_bytes(math.prod(entry.dimensions))
     if entry.offset % alignment:
         found = f"offset {entry.offset}"

@@ -10,7 +10,7 @@ from penstock.told_text import printable
 
 SUFFIX = ".gguf"
 MAX_PARTS = 4096
-# Of a name without its suffix.
+# Matches the name of a part without its suffix.
 PART_STEM = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})", re.DOTALL)
 
 
@@ -18,7 +18,7 @@ def part_paths(path: Path) -> list[Path]:
     """Return the files of a model, in order, given one of them.
 
     Raises:
-        CheckpointError: one of them is missing; it is named.
+        CheckpointError: one of them is missing, which the error names; or the number in the name is bad.
     """
     name = PART_STEM.fullmatch(path.stem) if path.suffix.lower() == SUFFIX else None
     if name is None:

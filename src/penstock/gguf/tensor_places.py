@@ -1,10 +1,10 @@
 """The places of the tensors of a GGUF model, on a host that has only some of its tensors.
 
-    model.gguf               the header, as the whole file has it
-    model.gguf.index.json    of each tensor that is here: a file beside it, and which of its bytes they are
+    model.gguf               the header of the whole file, and nothing else
+    model.gguf.index.json    for each tensor that is here: a file in the same folder, and a range of its bytes
 
-A host that runs some layers of a model gets no more of it; `hosts.weights` writes such an index. Called by
-`gguf.file`. Reads no tensor data; knows nothing of where the files come from.
+A host that runs some layers of a model gets only the tensors of these layers, and `hosts.weights` writes such
+an index. Called by `gguf.file`. Reads no tensor data; knows nothing of where the files come from.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_INDEX_BYTES = 100 << 20
 
 
 class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
-    """The bytes `[begin, end)` of a file."""
+    """The bytes `[begin, end)` of a file, which is named without its folder."""
 
     file: str
     begin: int
@@ -46,7 +46,7 @@ def index_content(places: Mapping[str, TensorPlace]) -> bytes:
 
 
 def read_places(header: Path) -> dict[str, TensorPlace] | None:
-    """Return where tensors are, by their names; None: in the file itself, or in its parts.
+    """Return where tensors are, by their names; None: there is no index, and the file or its parts have all.
 
     Args:
         header: path of the file, or of its first part.
@@ -76,7 +76,13 @@ def at_places(
 ) -> dict[str, GgufTensor]:
     """Return the tensors of a model with the places that they have here.
 
-    A tensor without a place keeps that in its own file, which ends before it: reading it is refused.
+    A tensor without a place keeps its place in the file of the header. That file ends before it, so that the
+    tensor cannot be read.
+
+    Args:
+        tensors: tensors of the model, as the header has them.
+        places: the content of the index (`read_places`).
+        header: path of the file, or of its first part.
 
     Raises:
         CheckpointError: a place does not hold the bytes of its tensor, or the model does not have the tensor.
