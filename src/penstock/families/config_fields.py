@@ -90,7 +90,14 @@ def kind_of(value: object) -> str:
 
 
 class ConfigFields:
-    """One JSON object and its place in a file. A field that is `null` counts as absent."""
+    """One JSON object and its place in a file. A field that is `null` counts as absent.
+
+    Args:
+        values: the object's fields.
+        file: name of the file, for errors.
+        prefix: names of the sections around the object, for errors, such as "rope_scaling."; "": it is the
+            whole file.
+    """
 
     def __init__(self, values: Mapping[str, Any], *, file: str, prefix: str = "") -> None:
         self._values = values
@@ -188,12 +195,12 @@ class ConfigFields:
         return ConfigFields(value, file=self._file, prefix=f"{self._field(name)}.")
 
     def with_defaults(self, **values: Any) -> ConfigFields:
-        """Return the same object with other defaults for some fields."""
+        """Return the same object with these values for fields that it lacks."""
         present = {name: value for name, value in self._values.items() if value is not None}
         return ConfigFields({**values, **present}, file=self._file, prefix=self._prefix)
 
     def with_values(self, **values: Any) -> ConfigFields:
-        """Return the same object with other values for some fields."""
+        """Return the same object with these values in place of its own."""
         return ConfigFields({**self._values, **values}, file=self._file, prefix=self._prefix)
 
     def error(self, name: str, expected: str, value: object, *, remedy: str = _REMEDY) -> ModelConfigError:
@@ -208,7 +215,7 @@ class ConfigFields:
         return self.error(name, expected, value, remedy=_UNSUPPORTED_REMEDY)
 
     def _field(self, name: str) -> str:
-        """The full name for messages; a section's may be any text that the file has."""
+        """Return the full name of a field for messages. A name that the file chose may be any text."""
         is_plain = name.isprintable() and len(name) <= 64
         return f"{self._prefix}{name if is_plain else reprlib.repr(name)}"
 

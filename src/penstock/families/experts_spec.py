@@ -12,7 +12,13 @@ MAX_EXPERTS = 1024  # of a layer; the kernel counts rows per expert in memory of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """The names that a family's checkpoints give to the block of a layer, and to an expert's projections."""
+    """The names of modules in a family's checkpoints.
+
+    Attributes:
+        block: the module in a layer that has router and experts.
+        gate, up, down: the projections of an expert.
+        shared: the expert that all tokens go through.
+    """
 
     block: str = "mlp"
     gate: str = "gate_proj"
@@ -26,14 +32,15 @@ class RoutingSpec:
     """The choice and weighting of a token's experts. The defaults are what our kernel does by itself.
 
     Attributes:
-        scoring: "softmax" of the router's logits; or their "sigmoid", with a number for each expert that is
-            added for the choice, but not in the weight (arXiv 2412.19437, section 2.1.2).
-        num_groups: groups of as many experts, side by side. A group is as good as its best expert, with
-            "sigmoid" as its best two together.
-        num_chosen_groups: groups from which a token's experts are taken.
-        factor: factor of the weights, after they were normalised.
-        in_float32: the router's weights and logits are float32 whatever the dtype of the computation. Plans
-            count these weights as the others, for they are few.
+        scoring: an expert's score is the "softmax" or the "sigmoid" of its logit. With "sigmoid" the scores
+            are corrected: each expert has a number that is added to its score for the choice, but not for
+            its weight (arXiv 2412.19437, section 2.1.2).
+        num_groups: number of groups, each of equally many neighbouring experts. The score of a group is that
+            of its best expert; with "sigmoid" it is the sum of its best two.
+        num_chosen_groups: number of the best groups, from which alone a token's experts are taken.
+        factor: factor of the chosen experts' weights, after normalisation if they are normalised.
+        in_float32: the router's weights and logits are float32 whatever the dtype of the computation.
+            Estimates of memory count these weights like all others, since they are few.
     """
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"
@@ -50,16 +57,16 @@ class RoutingSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """A set of MLPs in place of one, of which a router chooses some for each token.
+    """A set of MLPs, the experts, in place of one MLP; a router chooses some of them for each token.
 
     Attributes:
-        num_experts: experts of a layer, at most `MAX_EXPERTS`.
-        num_chosen: experts for each token.
-        inner_size: width of the middle of an expert.
+        num_experts: number of experts of a layer, at most `MAX_EXPERTS`.
+        num_chosen: number of experts that are chosen for each token.
+        inner_size: inner width of an expert, between its projections up and down.
         normalized: the weights of the chosen experts are scaled so that their sum is 1.
-        shared_size: width of the middle of an expert that all tokens go through; 0: there is none. Several
-            are one, as wide as all of them.
-        is_shared_gated: the shared expert is weighted by a sigmoid; else by 1.
+        shared_size: inner width of the shared expert, which all tokens go through; 0: there is none. Several
+            shared experts count as one that is as wide as all of them together.
+        is_shared_gated: the shared expert is weighted by the sigmoid of a logit of its own; else by 1.
         dense_layers: layers that have a plain MLP instead.
     """
 
@@ -107,7 +114,12 @@ class ExpertShares:
 
     @classmethod
     def of(cls, spec: ExpertsSpec, rank: int, size: int, *, whole_experts: bool) -> ExpertShares:
-        """Return the share of rank `rank` of `size`; the first ranks may have an expert more than others."""
+        """Return the share of rank `rank` of `size` ranks.
+
+        Args:
+            whole_experts: the rank has whole experts, and the first ranks may have one more than the others;
+                else a part of the width of every expert.
+        """
         experts, inner = Share.all(spec.num_experts), Share.all(spec.inner_size)
         if whole_experts:
             experts = near_share(spec.num_experts, rank, size)

@@ -47,13 +47,13 @@ def gguf_spec(path: Path, families: Mapping[str, _Read], *, dequantize: bool = F
 
     Args:
         path: of the file, or of any part of a split one.
-        families: what reads the configuration of each architecture.
-        dequantize: weights in blocks are to become numbers of the dtype.
+        families: by architecture, the function that reads its configuration.
+        dequantize: weights in quantised blocks are to become numbers of the dtype.
 
     Raises:
         UnsupportedModelError: the architecture, or the type of a tensor, is not served; or types are to be
             dequantised that need the package `gguf`, which is not installed.
-        CheckpointError: the file is damaged, or a number of it is missing.
+        CheckpointError: the file is damaged, or lacks a tensor or a number of the metadata.
         ModelConfigError: a number is out of range.
     """
     file = GgufFile.open(path)
@@ -80,12 +80,12 @@ def gguf_spec(path: Path, families: Mapping[str, _Read], *, dequantize: bool = F
 
 
 def gguf_tensors(file: GgufFile, spec: ModelSpec) -> dict[str, StoredTensor]:
-    """Return the tensors of the file of a model, by the names that our layers have for them."""
+    """Return the tensors of a model's file, by the names that our layers have for them."""
     return stored_tensors(file, ExpertNames() if spec.experts is None else spec.experts.names)
 
 
 def _fields(file: GgufFile, kind: GgufKind) -> Fields:
-    """Return `config.json` as the metadata say it."""
+    """Return the fields of `config.json` that the metadata stand for."""
     fields: Fields = {
         "hidden_size": whole_number(file, "embedding_length"),
         "num_hidden_layers": num_layers(file),
@@ -147,9 +147,9 @@ def _token_ids(file: GgufFile) -> Fields:
 def _rotated_part(file: GgufFile, fields: Fields) -> Fields:
     head_dim = fields.get("head_dim") or fields["hidden_size"] // max(fields["num_attention_heads"], 1)
     rotated = whole_number(file, "rope.dimension_count", head_dim)
-    if not head_dim:  # the family refuses heads of no numbers
+    if not head_dim:  # the family refuses heads of width 0
         return {}
-    # Also where it is 1: some families rotate half of a head unless the configuration says otherwise.
+    # Given even if it is 1: some families rotate half of a head unless the configuration says otherwise.
     return {"partial_rotary_factor": rotated / head_dim}
 
 

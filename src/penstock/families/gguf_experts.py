@@ -1,4 +1,4 @@
-"""The fields of GGUF architectures with many experts: DeepSeek's, and those that took over from it.
+"""The fields of `config.json` for GGUF architectures with experts, from the metadata of their files.
 
 Called by `families.gguf_kinds`. Torch-free.
 """
@@ -20,13 +20,14 @@ from penstock.families.gguf_rope import rope_scaling, sharpened
 from penstock.gguf.file import GgufFile
 
 _SCORING = {1: "softmax", 2: "sigmoid"}
-# Experts and width of DeepSeek-V3 and -V2 -> groups, and those chosen: files from before late 2025 lack them.
+# (experts, hidden size) of DeepSeek-V3 and -V2 -> (groups, chosen groups). Files from before late 2025 lack
+# the latter two.
 _GROUPS = {(256, 7168): (8, 4), (160, 5120): (8, 3)}
-_LOG_UNIT = 0.1  # deepseek2 has a tenth of the number that other architectures have
+_LOG_UNIT = 0.1  # files of deepseek2 have a tenth of the number in those of other architectures (`sharpened`)
 
 
 def mixtral_fields(file: GgufFile) -> Fields:
-    """Return fields for experts in every layer, as wide as other families' MLPs."""
+    """Return fields for experts in every layer, whose inner width is `feed_forward_length`."""
     return {
         "num_local_experts": whole_number(file, "expert_count"),
         "num_experts_per_tok": whole_number(file, "expert_used_count"),
@@ -49,7 +50,7 @@ def qwen3_moe_fields(file: GgufFile) -> Fields:
 
 
 def olmoe_fields(file: GgufFile) -> Fields:
-    """Return fields for experts that are as wide as `feed_forward_length`."""
+    """Return fields for experts whose inner width is `feed_forward_length`."""
     return {
         "num_experts": whole_number(file, "expert_count"),
         "num_experts_per_tok": whole_number(file, "expert_used_count"),
@@ -58,7 +59,7 @@ def olmoe_fields(file: GgufFile) -> Fields:
 
 
 def glm4_moe_fields(file: GgufFile) -> Fields:
-    """Return fields; queries and keys are normalised in the large sizes alone."""
+    """Return fields for GLM-4.5 and later: the large sizes alone normalise queries and keys."""
     return corrected_fields(file) | {
         "attention_bias": has_tensor(file, "attn_q.bias"),
         "use_qk_norm": has_tensor(file, "attn_q_norm.weight"),
@@ -66,7 +67,7 @@ def glm4_moe_fields(file: GgufFile) -> Fields:
 
 
 def dots1_fields(file: GgufFile) -> Fields:
-    """Return fields without windows: no published size has one, and a file cannot say so."""
+    """Return fields without windows: no published size has them, and a file cannot give any."""
     return corrected_fields(file) | {
         "attention_bias": has_tensor(file, "attn_q.bias"),
         "sliding_window": None,
@@ -74,19 +75,22 @@ def dots1_fields(file: GgufFile) -> Fields:
 
 
 def corrected_fields(file: GgufFile) -> Fields:
-    """Return fields for experts in groups, chosen by corrected sigmoids."""
+    """Return fields for experts in groups, chosen by corrected sigmoids (`RoutingSpec.scoring`)."""
     return _routed(file, scoring(file) or "sigmoid") | {"topk_method": "noaux_tc"}
 
 
 def deepseek_v2_fields(file: GgufFile) -> Fields:
-    """Return fields for latent attention, and experts by a softmax, of all groups or of the best."""
+    """Return fields for latent attention, and experts chosen by a softmax, of all groups or of the best."""
     fields = _latent(file) | _routed(file, "softmax")
     method = "group_limited_greedy" if fields["n_group"] > 1 else "greedy"
     return fields | {"topk_method": method}
 
 
 def deepseek_v3_fields(file: GgufFile) -> Fields:
-    """Return fields for latent attention, and experts by corrected sigmoids; for GLM-4.7-Flash too."""
+    """Return fields for latent attention, and experts chosen by corrected sigmoids.
+
+    Files of GLM-4.7-Flash have this architecture too.
+    """
     return _latent(file) | corrected_fields(file)
 
 
@@ -120,7 +124,7 @@ def _experts(file: GgufFile, *, normalized: bool) -> Fields:
 
 
 def _routed(file: GgufFile, kind: str) -> Fields:
-    """Return what DeepSeek's configurations say of experts, and of layers behind the last."""
+    """Return the fields of DeepSeek's configurations about experts, and layers that guess further tokens."""
     num_groups, num_chosen = _groups(file)
     first_further = f"blk.{num_layers(file)}.nextn.eh_proj.weight"
     return {
@@ -130,11 +134,11 @@ def _routed(file: GgufFile, kind: str) -> Fields:
         "n_shared_experts": whole_number(file, "expert_shared_count", 0),
         "first_k_dense_replace": whole_number(file, "leading_dense_block_count", 0),
         "norm_topk_prob": flag(file, "expert_weights_norm", False),
-        "routed_scaling_factor": number(file, "expert_weights_scale", 1.0) or 1.0,  # 0: none
+        "routed_scaling_factor": number(file, "expert_weights_scale", 1.0) or 1.0,  # 0 stands for no factor
         "scoring_func": kind,
         "n_group": num_groups,
         "topk_group": num_chosen,
-        # Who makes files smaller may leave these layers out and keep their number.
+        # Smaller files of a model may lack these layers and still give their number.
         "num_nextn_predict_layers": num_further_layers(file) if first_further in file.tensors else 0,
     }
 
@@ -148,7 +152,11 @@ def _groups(file: GgufFile) -> tuple[int, int]:
 
 
 def _latent(file: GgufFile) -> Fields:
-    """Return the sizes of latent attention. Newer files have those of one key for all heads beside them."""
+    """Return the sizes of latent attention.
+
+    In newer files `key_length` and `value_length` are the sizes of the one key for all heads. Those of each
+    head end in `_mla`; older files have only these, without the ending.
+    """
     if not whole_number(file, "expert_count", 0):
         raise unsupported(file, "a deepseek2 model without experts is not supported")
     if number(file, "attention.temperature_scale", 0.0):

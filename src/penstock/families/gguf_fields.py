@@ -1,8 +1,8 @@
 """The fields of an architecture in the metadata of a GGUF file, number by number.
 
-A key such as `qwen2.block_count` begins with the architecture's name; these functions take it without. Called
-by the modules that turn metadata into the fields of `config.json` (`families.gguf_config`,
-`families.gguf_kinds`, `families.gguf_experts`, `families.gguf_rope`). Torch-free.
+A key such as `qwen2.block_count` begins with the architecture's name. The argument `name` of these functions
+is the rest of the key. Called by the modules that turn metadata into the fields of `config.json`
+(`families.gguf_config`, `families.gguf_kinds`, `families.gguf_experts`, `families.gguf_rope`). Torch-free.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def has_tensor(file: GgufFile, part: str) -> bool:
 
 
 def num_further_layers(file: GgufFile) -> int:
-    """Return how many of the file's layers are behind the model's last, where they guess further tokens."""
+    """Return how many layers the file has behind the model's last one, to guess further tokens."""
     return whole_number(file, "nextn_predict_layers", 0)
 
 
@@ -91,10 +91,10 @@ def num_layers(file: GgufFile) -> int:
 
 
 def kinds_of_layers(file: GgufFile) -> list[str] | None:
-    """Return for each layer whether it has a window, as `layer_types` says it; None: the file does not say.
+    """Return for each layer whether it has a window, in the words of `layer_types`; None: the file has none.
 
-    The file has a truth value for each layer, or the length of a pattern whose last layer sees all. A number
-    of layers that no family takes is left for it to refuse.
+    The file has a truth value for each layer, or the length of a pattern whose last layer sees all. The
+    result is None, too, for a number of layers that every family refuses.
     """
     name = "attention.sliding_window_pattern"
     if not has(file, name) or not 0 < num_layers(file) <= _MOST_LISTED:

@@ -92,13 +92,13 @@ _GLM4_NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufKind:
-    """One architecture of GGUF files.
+    """One architecture of GGUF files, or a variant of one.
 
     Attributes:
-        architecture: of the family that reads it.
-        fields: of `config.json` beside those that all architectures share.
-        names: of parts of a layer that are called otherwise than in a Llama.
-        has_reordered_heads: rows of queries and keys are in the order that ggml's rotation wants.
+        architecture: name by which `families.registry` finds the family that reads it.
+        fields: returns the fields of `config.json` beside those that all architectures share.
+        names: ggml's names of parts of a layer -> the checkpoint's, where these are not a Llama's.
+        has_reordered_heads: the rows of query and key projections are in the order of ggml's rotation.
         has_one_plus_norms: norms are stored as 1 + weight.
     """
 
@@ -146,7 +146,7 @@ def _biases(file: GgufFile) -> Fields:
 
 
 def _mistral3(file: GgufFile) -> Fields:
-    """Mistral Small 3.1 and Ministral 3: in the latter, queries grow with positions."""
+    """Return the fields of Mistral Small 3.1 and Ministral 3; in the latter queries grow with positions."""
     scaling = sharpened(file, rope_scaling(file), 1.0) or {"rope_type": "default"}
     growth = number(file, "attention.temperature_scale", 0.0)
     return {
@@ -155,7 +155,7 @@ def _mistral3(file: GgufFile) -> Fields:
     }
 
 
-# Of these sizes scores are divided by the root of hidden_size / heads; the files do not say so.
+# Models with so many layers divide scores by the root of hidden_size / heads. The files do not say so.
 _GEMMA_2_27B_LAYERS, _GEMMA_3_27B_LAYERS = 46, 62
 
 
@@ -231,7 +231,7 @@ def _seed_oss(file: GgufFile) -> Fields:
     }
 
 
-_EXAONE_4_32B_LAYERS, _EXAONE_4_32B_WINDOW = 64, 4096  # which older files do not say
+_EXAONE_4_32B_LAYERS, _EXAONE_4_32B_WINDOW = 64, 4096  # older files do not give the window
 
 
 def _exaone4(file: GgufFile) -> Fields:

@@ -1,7 +1,7 @@
 """The places of a checkpoint's tensors in a GGUF file, by the names that our layers have for them.
 
-`stored_tensors` maps names such as `model.layers.0.self_attn.q_proj.weight` to a tensor, to some rows of one,
-for a file keeps the experts of a layer in one tensor, or to pieces of several. Called by
+`stored_tensors` maps a name such as `model.layers.0.self_attn.q_proj.weight` to a tensor of the file, to some
+rows of a tensor (a file keeps the experts of a layer in one), or to pieces of several tensors. Called by
 `families.gguf_config` and by the loader of weights. Torch-free; reads no tensor data.
 """
 
@@ -40,13 +40,16 @@ class StoredTensor:
     """A tensor of a checkpoint as a GGUF file has it.
 
     Attributes:
-        first_row: of `tensor`, from where its own rows begin. shape: of its own rows and all columns.
-        head_rows: its rows are in groups of so many, each in the order of ggml's rotation: row 2 i + j of a
-        group is
-            row j * head_rows / 2 + i of the checkpoint's. 0: they are in order.
-        is_one_plus: it is stored as 1 + weight.
-        is_transposed: its rows are columns of the checkpoint's.
-        pieces: whose rows in the checkpoint are its own, one below the other; none: it is stored as one.
+        tensor: the tensor of the file that has its rows.
+        first_row: number of its first row in `tensor`.
+        shape: number of its rows, then sizes of all other dimensions.
+        head_rows: rows of a head, if the rows of each head are in the order of ggml's rotation: row 2 i + j
+            of a head in the file is row j * head_rows / 2 + i of that head in the checkpoint. 0: all rows are
+            in the checkpoint's order.
+        is_one_plus: the file has 1 + weight.
+        is_transposed: its rows in the file are columns in the checkpoint.
+        pieces: stored tensors whose rows, one below the other, are its own; it is then not read from
+            `tensor`. Empty: it is stored as one.
     """
 
     tensor: GgufTensor
@@ -59,7 +62,7 @@ class StoredTensor:
 
     @property
     def columns(self) -> int:
-        """The number of values of a row."""
+        """The number of values of a row in the file."""
         return math.prod(self.shape[1:])
 
     @property
@@ -71,7 +74,7 @@ class StoredTensor:
 def stored_tensors(file: GgufFile, names: ExpertNames) -> dict[str, StoredTensor]:
     """Return the tensors of a file by the names that our layers have for them.
 
-    A tensor whose name is not known keeps it, so that the loader can refuse it by name.
+    A tensor whose name is not known keeps its name, by which the loader refuses it.
 
     Args:
         file: a file of an architecture that is served.
@@ -152,7 +155,7 @@ def _experts(
 def _apart(
     kind: GgufKind, file: GgufFile, tensor: GgufTensor, layer: str, suffix: str
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """Cut a tensor of query, key and value for a family that has them apart."""
+    """Cut a tensor of query, key and value projections for a family that has three tensors."""
     queries = whole_number(file, "attention.head_count")
     keys = whole_number(file, "attention.head_count_kv", queries)
     width, first = head_width(file), 0
@@ -177,7 +180,7 @@ def _latent_expansion(file: GgufFile, layer: str, part: str) -> Iterator[tuple[s
     """Join the projections from latent vectors to keys and to values, which the file has apart.
 
     The checkpoint has a head's rows for keys and then those for values. The file has each head's projection
-    to keys transposed. Files from in between have the checkpoint's tensor as well.
+    to keys transposed. Some files have the checkpoint's tensor as well: it is taken, and these two are not.
     """
     both, keys, values = (f"blk.{layer}.{name}.weight" for name in (_TO_BOTH, _TO_KEYS, _TO_VALUES))
     if both in file.tensors or (part == _TO_VALUES and keys in file.tensors):

@@ -30,7 +30,10 @@ _YARN = {  # field of config.json -> key
 
 
 def rope_scaling(file: GgufFile) -> Fields | None:
-    """Return the stretching of positions that the metadata name; factors by tensor come later."""
+    """Return the section of `config.json` that scales positions; None: they are not scaled by metadata.
+
+    The factors of Llama 3.1, which are a tensor, come later (`with_factors`).
+    """
     kind = file.metadata.text(f"{architecture_name(file)}.rope.scaling.type", "none")
     if _SHORT_FACTORS in file.tensors:
         return _longrope(file)
@@ -48,10 +51,11 @@ def rope_scaling(file: GgufFile) -> Fields | None:
 
 
 def sharpened(file: GgufFile, scaling: Fields | None, unit: float) -> Fields | None:
-    """Return the scaling with what the file says of larger scores in stretched contexts.
+    """Return the scaling with the file's number, if it has one, by which scores grow in stretched contexts.
 
     Args:
-        unit: of the file's number, whose rounding to float32 is undone.
+        scaling: the scaling without it (`rope_scaling`).
+        unit: what the file's number is divided by. The quotient is rounded, since the file has float32.
     """
     key = "rope.scaling.yarn_log_multiplier"
     if scaling is None or not has(file, key):
@@ -76,7 +80,10 @@ def _longrope(file: GgufFile) -> Fields:
 
 
 def with_factors(file: GgufFile, spec: ModelSpec) -> RopeSpec:
-    """Return the rotation with the factors of Llama 3.1 and later, which the file keeps as a tensor."""
+    """Return the rotation with the factors of Llama 3.1 and later, if the file has them as a tensor.
+
+    They have the form of longrope's short factors: one for each wavelength.
+    """
     tensor = file.tensors.get(_LLAMA_3_FACTORS)
     if tensor is None:
         return spec.rope
@@ -92,7 +99,7 @@ def with_factors(file: GgufFile, spec: ModelSpec) -> RopeSpec:
 
 
 def _factors(file: GgufFile, tensor: GgufTensor) -> tuple[float, ...]:
-    """Read the wavelengths' factors; float32."""
+    """Read the factors of wavelengths, which are float32."""
     if tensor.type.name != "F32" or len(tensor.shape) != 1:
         raise CheckpointError(
             file=file.path.name,

@@ -18,7 +18,7 @@ _Shapes = Iterator[tuple[str, tuple[int, int]]]
 
 
 def require_shapes(stored: Mapping[str, StoredTensor], spec: ModelSpec, file: str) -> None:
-    """Raise `CheckpointError` at the first matrix of a layer that is missing or of another shape.
+    """Raise `CheckpointError` at the first large matrix that is missing or of another shape.
 
     Args:
         stored: the tensors of the file, by the names of the model's weights.
@@ -49,7 +49,7 @@ def require_stored(
 
 
 def _require_halves(stored: StoredTensor, latent: LatentSpec) -> None:
-    """Raise `CheckpointError` if the pieces of a head are other widths than its keys and values have."""
+    """Raise `CheckpointError` if the first head's pieces do not have the widths of its keys and values."""
     sizes = {"keys": latent.plain_dim, "values": latent.value_dim}
     for (what, size), piece in zip(sizes.items(), stored.pieces, strict=False):
         if piece.checkpoint_rows != size:
@@ -62,7 +62,7 @@ def _require_halves(stored: StoredTensor, latent: LatentSpec) -> None:
 
 
 def _matrices(spec: ModelSpec) -> _Shapes:
-    """Yield name and shape of the matrices that a model's memory goes to."""
+    """Yield name and shape of the matrices that take most of a model's memory."""
     yield "model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size)
     if not spec.tie_word_embeddings:
         yield "lm_head.weight", (spec.vocab_size, spec.hidden_size)
@@ -101,7 +101,10 @@ def _of_latent_attention(spec: ModelSpec, latent: LatentSpec) -> _Shapes:
 
 
 def _of_mlp(spec: ModelSpec, index: int) -> _Shapes:
-    """Yield those of the MLP, or of the first expert and the last one: all are rows of three tensors."""
+    """Yield the matrices of the MLP, or of a layer's first and last expert.
+
+    All experts of a layer are rows of the same tensors, so the others are then there too.
+    """
     hidden, experts = spec.hidden_size, spec.experts_of(index)
     if experts is None:
         inner = spec.intermediate_size

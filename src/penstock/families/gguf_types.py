@@ -1,7 +1,7 @@
 """Which types of tensors a GGUF file may have: those that are computed with, and those that become floats.
 
-Called by `families.gguf_config` before anything else is read. Torch-free; the package `gguf`, which decodes
-some of the types, is looked for and not imported.
+Called by `families.gguf_config` before a family reads the configuration. Torch-free. The package `gguf`
+decodes some of the types; this module looks whether it is installed and does not import it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def require_known_types(file: GgufFile, *, dequantize: bool) -> None:
     """Raise `UnsupportedModelError` if the file has tensors that can neither be computed with nor decoded.
 
     Args:
-        dequantize: types that only the package `gguf` decodes may be there, and it is needed for them.
+        dequantize: types that only the package `gguf` decodes are allowed too, if that is installed.
     """
     types = Counter(tensor.type.name for tensor in file.tensors.values())
     unknown = Counter(

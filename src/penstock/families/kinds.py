@@ -6,5 +6,6 @@ from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh"]
 
-# What a norm does with its weight: rounds and multiplies; multiplies and rounds; the same with 1 + weight.
+# What a norm does with the normalised numbers: "plain" rounds them to the dtype and multiplies them by its
+# weight; "wide" multiplies and then rounds; "one_plus" does as "wide", with 1 + weight.
 NormKind = Literal["plain", "wide", "one_plus"]

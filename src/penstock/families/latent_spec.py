@@ -10,15 +10,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSpec:
-    """Keys and values of all heads are projected from one latent vector of a token, which is what is kept.
+    """The sizes of attention whose keys and values are projected from one latent vector of a token.
+
+    The KV cache has this vector and the rotated part of the key, which is the same for all heads.
 
     Attributes:
         rank: width of the latent vector.
-        query_rank: width of the vector from which queries are projected; 0: from the hidden states.
-        plain_dim, rotary_dim: of a head of queries and keys, dimensions without and with rotation; the latter
-            of the keys are the same for all heads.
-        value_dim: of a head of values.
-        eps: of the norms of latent vectors.
+        query_rank: width of the vector from which queries are projected; 0: they are projected from the
+            hidden states.
+        plain_dim, rotary_dim: numbers of a head of queries or keys that are not rotated, and that are.
+        value_dim: width of a head of values.
+        eps: the epsilon in the norms of latent vectors.
     """
 
     rank: int
@@ -42,7 +44,7 @@ class LatentSpec:
         """Return the parameters of one layer, all but output projection and norms.
 
         Args:
-            bias: bias of the projections from the hidden states to latent vectors.
+            bias: whether the projections from the hidden states to latent vectors have a bias.
         """
         queries = (self.query_rank or hidden_size) * num_heads * self.head_dim
         expansion = self.rank * num_heads * (self.plain_dim + self.value_dim)

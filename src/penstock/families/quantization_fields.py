@@ -29,7 +29,7 @@ _MAX_GROUP_SIZE = 1 << 20
 _MAX_CONFIG_GROUPS = 64
 _MAX_PATTERNS = 4096
 _MAX_PATTERN_CHARACTERS = 256
-_MAX_PATTERN_BITS = 24  # of the number of ways in which an expression can be tried on a name
+_MAX_PATTERN_BITS = 24  # log2 of the number of ways in which an expression can be tried on a name
 _FORMATS = ("int-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
 
 _REMEDY = (
@@ -57,7 +57,7 @@ def _unsupported(fields: ConfigFields, name: str, expected: str, value: object) 
 
 
 def _supported(fields: ConfigFields, name: str, allowed: Sequence[str], default: str | None = None) -> str:
-    """A word, in any case, that is one of `allowed`."""
+    """Return a field's word in lower case; raise if it is not one of `allowed`."""
     word = fields.text(name, default)
     if word.lower() not in allowed:
         raise _unsupported(fields, name, f"one of {', '.join(allowed)}", word)
@@ -72,7 +72,7 @@ def _bits(fields: ConfigFields, name: str, allowed: Sequence[int]) -> int:
 
 
 def _group_size(fields: ConfigFields, name: str) -> int | None:
-    """Columns of a group; -1 stands for the whole row, which is None."""
+    """Return the number of columns of a group; None: a group is the whole row, for which the file has -1."""
     size = fields.integer(name, -1, _MAX_GROUP_SIZE)
     if size == 0:
         raise fields.error(name, f"-1 or an integer from 1 to {_MAX_GROUP_SIZE}", size)
@@ -80,7 +80,7 @@ def _group_size(fields: ConfigFields, name: str) -> int | None:
 
 
 def _refuse_section(fields: ConfigFields, name: str, expected: str) -> None:
-    """An object that may be there only when it is empty."""
+    """Raise `ModelConfigError` if a section is there and not empty."""
     if fields.has(name) and _names(fields.section(name)):
         raise _unsupported(fields, name, expected, {})
 
@@ -143,7 +143,7 @@ def _compressed_tensors(fields: ConfigFields) -> QuantizationSpec:
 
 
 def _scheme(group: ConfigFields, default_format: str) -> WeightScheme:
-    """One entry of `config_groups`."""
+    """Return the scheme of one entry of `config_groups`."""
     _check_activations(group)
     layout: Layout = "packed" if _format(group, default_format) == "pack-quantized" else "int8"
     weights = group.section("weights")
@@ -164,14 +164,20 @@ def _scheme(group: ConfigFields, default_format: str) -> WeightScheme:
 
 
 def _format(group: ConfigFields, default: str) -> str:
-    """A group's own format wins; "mixed-precision" only says that each has one."""
+    """Return the format of a group: its own, or else the default of all groups.
+
+    "mixed-precision" as the default means that each group must have its own.
+    """
     if default == "mixed-precision" or group.has("format"):
         return _supported(group, "format", _FORMATS[:-1])
     return default
 
 
 def _columns_per_scale(weights: ConfigFields) -> int | None:
-    """None: one scale per output channel. Without a strategy the group size says which it is."""
+    """Return how many columns share a scale; None: there is one scale per output channel.
+
+    Without a strategy in the file, the group size decides.
+    """
     size = _group_size(weights, "group_size") if weights.has("group_size") else None
     inferred = "group" if size else "channel" if weights.has("group_size") else "tensor"
     strategy = _supported(weights, "strategy", ("channel", "group"), inferred)
@@ -181,7 +187,10 @@ def _columns_per_scale(weights: ConfigFields) -> int | None:
 
 
 def _check_activations(group: ConfigFields) -> None:
-    """Ours are quantised per token while they are computed, or not at all; nothing else can be honoured."""
+    """Raise `ModelConfigError` if activations are to be quantised otherwise than dynamically, to 8 bits.
+
+    Our kernels round activations while they compute, or not at all; nothing else is built.
+    """
     if group.has("output_activations"):
         raise _unsupported(group, "output_activations", "absent", {})
     if not group.has("input_activations"):
@@ -208,7 +217,7 @@ def _patterns(fields: ConfigFields, name: str) -> tuple[ModulePattern, ...]:
 
 
 def _problem(text: str) -> str | None:
-    """What a name or an expression would have to be, or None if it is that."""
+    """Return what a name or an expression would have to be, for an error; None: it is right."""
     if not 1 <= len(text) <= _MAX_PATTERN_CHARACTERS:
         return f"names of 1 to {_MAX_PATTERN_CHARACTERS} characters"
     if not text.startswith(PATTERN_PREFIX):
@@ -228,11 +237,11 @@ def _problem(text: str) -> str | None:
 
 
 def _search_bits(expression: str) -> float:
-    """Bound of log2 of the ways to match a name of some 32 characters; infinite for repeated groups.
+    """Return a bound of log2 of the ways to match a name of some 32 characters; infinite for repeated groups.
 
-    A backtracking matcher tries each repetition's lengths and each group's alternatives; without repetitions
-    of groups the product of these bounds its steps. Characters are counted wherever they are, which is too
-    many at most.
+    A backtracking matcher tries the lengths of each repetition and the alternatives of each group. If no
+    group is repeated, the product of these numbers bounds its steps. Characters such as `*` are counted even
+    where they mean themselves, so the bound is too high at worst.
     """
     if re.search(r"\)[*+{]", expression):
         return math.inf

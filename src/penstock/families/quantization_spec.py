@@ -1,8 +1,8 @@
 """The quantisation of a checkpoint's weights, as frozen values: which projections, bits and layout.
 
-`families.quantization_fields` reads them from `config.json`; `weights.quantized_formats` reads tensors by
-them; the planning of sizes asks for bits. Torch-free. Knows no tensor and checks nothing: patterns come here
-only after `quantization_fields` has found them harmless.
+`families.quantization_fields` reads these values from `config.json`. `weights.quantized_formats` reads
+tensors by them, and estimates of memory ask for bits. Torch-free. Knows no tensor and checks nothing:
+patterns come here only after `quantization_fields` has found them harmless.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ PATTERN_PREFIX = "re:"
 
 @dataclass(frozen=True, slots=True)
 class ModulePattern:
-    """Names modules as compressed-tensors does: a name, `re:` and an expression, or the class `Linear`."""
+    """A text that names modules as in compressed-tensors: a name, `re:` with an expression, or `Linear`."""
 
     text: str
 
     def rank(self, name: str) -> int | None:
-        """Return how closely it names the module: 0 by name, 1 by expression, 2 by class; else None."""
+        """Return how closely the text names a module: 0 by name, 1 by expression, 2 by class; None: not."""
         if self.text == name:
             return 0
         if self.text.startswith(PATTERN_PREFIX):
@@ -45,8 +45,9 @@ class WeightScheme:
         bits: 4 or 8.
         group_size: input columns that share a scale; None: one scale for a whole output row.
         symmetric: zero is 2^(bits-1) everywhere.
-        zero_offset: what stored zeros lack: 1 in the first version of GPTQ's layout, else 0.
-        targets: the projections that it is for; more than one scheme can name the same, the closest counts.
+        zero_offset: what must be added to stored zeros: 1 in the first version of GPTQ's layout, else 0.
+        targets: the projections that the scheme is for. If several schemes name a projection, the one whose
+            pattern is closest counts.
     """
 
     layout: Layout
@@ -62,7 +63,7 @@ class WeightScheme:
         return 1 << (self.bits - 1)
 
     def num_groups(self, in_size: int) -> int:
-        """Return the scales of one output row; the last group may be a short one."""
+        """Return the number of scales of one output row; the last group may be a short one."""
         return 1 if self.group_size is None else -(-in_size // self.group_size)
 
     def describe(self) -> str:
@@ -95,14 +96,15 @@ class QuantizationSpec:
 
     @property
     def mean_bits(self) -> float:
-        """Return the bits of a quantised weight, at least."""
+        """Return a lower bound of the mean bits of a quantised weight: the fewest that a scheme has."""
         return min(scheme.bits for scheme in self.schemes)
 
     def inputs_of_unit(self, projection: str, width: int) -> int | None:
-        """Return how many inputs of a projection belong together; None: it is not quantised.
+        """Return at which multiples the inputs of a projection can be cut for ranks; None: at any.
 
         Args:
-            width: of all its inputs.
+            projection: name of the projection. One that is not quantised can be cut anywhere.
+            width: number of all its inputs.
         """
         scheme = self.scheme(projection)
         return None if scheme is None else inputs_together(scheme.group_size or width, width)
@@ -110,8 +112,8 @@ class QuantizationSpec:
     def scheme(self, projection: str) -> WeightScheme | None:
         """Return the scheme of a projection such as `model.layers.0.mlp.up_proj`, or None if not quantised.
 
-        A name counts more than an expression and that more than a class, as in compressed-tensors; at equal
-        rank the first scheme counts.
+        As in compressed-tensors, a name counts more than an expression, and an expression more than a class.
+        Of schemes that count equally, the first is taken.
         """
         if any(pattern.rank(projection) is not None for pattern in self.ignore):
             return None
@@ -145,11 +147,11 @@ class BlockQuantization:
 
     @property
     def kind(self) -> str:
-        """Return what no quantisation at load is called."""
+        """Return a name that no value of `--quantization` has: none can be asked for with such a file."""
         return "gguf"
 
     def inputs_of_unit(self, projection: str, width: int) -> int | None:
-        """Return how many inputs of a projection belong together; None: it is not quantised."""
+        """Return at which multiples the inputs of a projection can be cut for ranks; None: at any."""
         name = self.formats.get(projection)
         return None if name is None else BLOCK_FORMATS[name].inputs
 

@@ -1,7 +1,7 @@
 """Kinds and formats of models that cannot be served: told apart by their files and by `config.json`.
 
-Called by `families.registry` before a family reads the configuration, so that a user learns what the model is
-and what can be done, and not that some field is missing in a file that is right. Torch-free.
+Called by `families.registry` before a family reads the configuration. So the error says what the model is and
+what can be done, and not that some field is missing in a file that is right. Torch-free.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def require_known_kind(config: ConfigFields, architectures: Sequence[str], serve
     """Raise `UnsupportedModelError` for a model whose kind or format is known, and is not served.
 
     Args:
-        architectures: as `config.json` names them.
-        served: architectures of more than text whose text models are served.
+        architectures: architectures of the model, as `config.json` names them.
+        served: architectures of models of more than text whose text part is served.
     """
     fields = config.values()
     _refuse_mlx(fields)
@@ -114,7 +114,10 @@ def _refuse_more_than_text(name: str, fields: Mapping[str, Any]) -> None:
 
 
 def _refuse_mlx(fields: Mapping[str, Any]) -> None:
-    """MLX writes bits and group size without the name of a method, in one section or in two equal ones."""
+    """Raise `UnsupportedModelError` for weights in MLX's format.
+
+    MLX writes bits and group size without the name of a method, in one section or in two equal ones.
+    """
     for name in ("quantization", "quantization_config"):
         section = fields.get(name)
         if not isinstance(section, dict) or "quant_method" in section:
@@ -131,7 +134,7 @@ def file_refusal(path: Path, shown: str) -> ModelConfigError:
     """Return the error for a model that is given as a file.
 
     Args:
-        shown: as the user typed it, safe to print.
+        shown: the model as the user typed it, safe to print.
     """
     return ModelConfigError(
         f"model {shown} is a file, not a directory.",
@@ -141,7 +144,7 @@ def file_refusal(path: Path, shown: str) -> ModelConfigError:
 
 
 def refuse_other_format(directory: Path) -> None:
-    """Raise `UnsupportedModelError` for a directory without `config.json` that holds another known format."""
+    """Raise `UnsupportedModelError` for a directory that holds an adapter and no `config.json`."""
     if (directory / "config.json").exists() or not directory.is_dir():
         return
     if (directory / "adapter_config.json").exists():

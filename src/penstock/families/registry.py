@@ -1,9 +1,9 @@
 """Finds a model on disk and reads what it is.
 
-`resolve_model_directory` turns what the user typed into a directory; `load_spec` turns the directory into a
-`ModelSpec`. Supervisor, core and ranks call both. Torch-free, and nothing here opens a connection: a model of
-the hub must have been downloaded before (`local_models`). Code that a checkpoint brings along (`auto_map`) is
-never run.
+`resolve_model_directory` turns what the user typed into a directory or a GGUF file; `load_spec` reads a
+`ModelSpec` from it. The supervisor and the command line call both, a rank only `load_spec`. Torch-free, and
+nothing here opens a connection: a model of the hub must have been downloaded before (`local_models`). Code
+that a checkpoint brings along (`auto_map`) is never run.
 """
 
 from __future__ import annotations
@@ -100,14 +100,16 @@ def load_spec(directory: Path, model_impl: ModelImpl = "auto", *, dequantize: bo
 
     Args:
         directory: directory of the model, or its GGUF file.
-        model_impl: whose layers are to run it; "auto": ours where there are any, else transformers'.
+        model_impl: whose layers are to run the model; "auto": ours if its architecture has any, else
+            transformers'.
         dequantize: weights of a GGUF file are to be held as numbers of the dtype.
 
     Raises:
         UnsupportedModelError: the model is of a kind or format that is not served; or `config.json` names an
-            architecture that is not in `SUPPORTED_ARCHITECTURES`, and transformers is not to run it, not
-            installed or cannot.
-        ModelConfigError: a file is unreadable, or a field missing, of the wrong type or out of range.
+            architecture that is not in `SUPPORTED_ARCHITECTURES`, and transformers may not run it, is not
+            installed, or cannot run it.
+        ModelConfigError: a file is unreadable, or a field is missing, of the wrong type or out of range.
+        CheckpointError: a GGUF file is damaged, or lacks a tensor or a number of the metadata.
     """
     if not directory.is_dir():
         from penstock.families.gguf_config import gguf_spec  # here: numpy is slow to import
@@ -171,12 +173,12 @@ def load_generation_defaults(directory: Path, vocab_size: int) -> dict[str, floa
 
 
 def load_vector_shape(directory: Path, hidden_size: int) -> VectorShape:
-    """Return the vectors that a model gives: whole, and of the lengths that it was trained for.
+    """Return the lengths of the vectors that an embedding model gives: whole, and cut as it was trained for.
 
-    `matryoshka_dimensions` lists lengths; `is_matryoshka` alone means any (arXiv 2205.13147).
+    `matryoshka_dimensions` lists shorter lengths; `is_matryoshka` alone means any (arXiv 2205.13147).
 
     Raises:
-        ModelConfigError: `config.json` is unreadable, or one of these fields bad.
+        ModelConfigError: `config.json` is unreadable, or one of these fields is bad.
     """
     if not directory.is_dir():
         return VectorShape(size=hidden_size, cuts=(), any_cut=False)
@@ -187,8 +189,11 @@ def load_vector_shape(directory: Path, hidden_size: int) -> VectorShape:
 
 
 def _generation_defaults(fields: ConfigFields, vocab_size: int) -> dict[str, float]:
-    """Sampling that the checkpoint asks for. Without `do_sample` its numbers are leftovers, all but the
-    penalty, which transformers applies to greedy texts too."""
+    """Return the sampling parameters that the checkpoint asks for.
+
+    Without `do_sample` only the penalty counts, which transformers applies to greedy texts too. The other
+    numbers are then leftovers.
+    """
     ranges = {"repetition_penalty": _PENALTY_RANGE}
     is_drawn = fields.flag("do_sample", False)
     if is_drawn:
@@ -206,12 +211,13 @@ def _generation_defaults(fields: ConfigFields, vocab_size: int) -> dict[str, flo
 def resolve_model_directory(name: str) -> Path:
     """Return a model's directory: `demo`, a path, or the name of a model on this machine.
 
-    A GGUF file stands for itself, also where it is alone in a directory without `config.json`. A path that
-    exists wins over a name; `local_models.locating` finds names.
+    For a GGUF model the path of its file is returned, also if `name` is a directory that has no other model
+    and no `config.json`. A path that exists wins over a name; `local_models.locating` finds names.
 
     Raises:
-        ModelConfigError: there is no such directory; says where it was looked for and how to download it.
-        UnsupportedModelError: it is a file or a download in a format that is not served.
+        ModelConfigError: there is no such model, and the error says where it was looked for and how to
+            download it; or `name` is a file and not in GGUF, or a directory with several GGUF models.
+        UnsupportedModelError: it is a download in a format that is not served.
     """
     if name == DEMO_MODEL:
         return Path(__file__).resolve().parent.parent / "assets" / DEMO_MODEL
@@ -226,10 +232,10 @@ def resolve_model_directory(name: str) -> Path:
 
 
 def gguf_in_directory(directory: Path) -> Path:
-    """Return the GGUF model of a directory that holds nothing else, or the directory.
+    """Return the only GGUF model of a directory without `config.json`, or else the directory.
 
     Raises:
-        ModelConfigError: it holds several.
+        ModelConfigError: the directory holds several GGUF models.
     """
     if (directory / "config.json").exists():
         return directory
@@ -248,9 +254,9 @@ def served_names(model: str, given: Sequence[str]) -> list[str]:
     """Return the names under which clients may ask for a model; the first is the one in answers.
 
     Args:
-        model: as the user typed it: a directory goes by its last part, a GGUF file by its name without the
-            suffix, all else by itself.
-        given: the names that the user chose in its place; may be empty.
+        model: the model as the user typed it. The name of a directory is the last part of its path, that of
+            a GGUF file its file name without the suffix; any other text is itself the name.
+        given: the names that the user chose instead; may be empty.
     """
     if given:
         return list(dict.fromkeys(given))

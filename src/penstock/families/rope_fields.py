@@ -31,7 +31,7 @@ def read_partial_rope(config: ConfigFields, max_positions: int, *, fraction: flo
     """Return the `RopeSpec` for families whose heads may be rotated in part.
 
     Args:
-        fraction: share of a head's dimensions, where the configuration does not say it.
+        fraction: share of a head's dimensions that is rotated if the configuration does not say it.
     """
     scaling, name = scaling_section(config), "partial_rotary_factor"
     fraction = (scaling if scaling.has(name) else config).number(name, 0.0, 1.0, fraction)
@@ -41,7 +41,7 @@ def read_partial_rope(config: ConfigFields, max_positions: int, *, fraction: flo
 
 
 def require_whole_pairs(config: ConfigFields, rope: RopeSpec, head_dim: int) -> None:
-    """Raise `ModelConfigError` if the part of a head that is rotated is none, or not of pairs."""
+    """Raise `ModelConfigError` if no dimension of a head is rotated, or an odd number of them."""
     rotary_dim = rope.rotary_dim(head_dim)
     if rotary_dim < 2 or rotary_dim % 2:
         expected = f"a number that rotates an even part of head_dim ({head_dim})"
@@ -61,11 +61,11 @@ def rope_of(
     theta_field: str = "rope_theta",
     theta: float = 10_000.0,
 ) -> RopeSpec:
-    """Return the rotary embedding that `scaling` describes, with the configuration for what it leaves open.
+    """Return the rotary embedding that `scaling` describes, and `config` where that leaves something open.
 
     Args:
-        theta_field: its name in the configuration.
-        theta: where neither says it.
+        theta_field: name of theta in `config`; in `scaling` it is `rope_theta`.
+        theta: the theta if neither has one.
     """
     kind = _kind(scaling, _KINDS)
     _refuse_partial_rotation(config)
@@ -111,12 +111,12 @@ def _theta(config: ConfigFields, scaling: ConfigFields, field: str, default: flo
 
 
 def read_longrope(config: ConfigFields, max_positions: int) -> RopeSpec:
-    """Return the `RopeSpec` for families whose positions are plain or scaled by longrope.
+    """Return the `RopeSpec` for families whose positions are plain or scaled by longrope (arXiv 2402.13753).
 
-    Older configurations call longrope (arXiv 2402.13753) su or yarn; heads may be rotated in part.
+    Older configurations call longrope "su" or "yarn". Heads may be rotated in part.
 
-    Only the short factors are used: with the long ones the keys of a whole sequence would have to be rotated
-    anew once it has grown past the original context.
+    Only the short factors are used: with the long ones all keys of a sequence would have to be rotated anew
+    once the sequence has grown past the original context.
     """
     scaling = scaling_section(config)
     kind = _kind(scaling, ("default", "longrope", "su", "yarn"))
@@ -148,7 +148,11 @@ def _longrope_attention_factor(scaling: ConfigFields, original: int, max_positio
 
 
 def stretched_positions(rope: RopeSpec, max_positions: int) -> int:
-    """Return the longest sequence: yarn may state the length before stretching; longrope ends there."""
+    """Return the length of the longest sequence.
+
+    With yarn, `max_positions` may be the length before stretching. With longrope a sequence cannot be longer
+    than the original context, since only the short factors are used.
+    """
     if rope.kind == "longrope" and max_positions > rope.original_max_position_embeddings:
         _logger.warning(
             "config.json: longrope beyond %d tokens is not supported; the context is limited to that",
@@ -205,7 +209,7 @@ def _yarn(scaling: ConfigFields, theta: float, original: int, max_positions: int
 
 
 def _yarn_attention_factor(scaling: ConfigFields, factor: float) -> float:
-    """Arxiv 2309.00071, section 3.4: attention is sharpened by 0.1 ln(factor) + 1."""
+    """Return the factor of cosines and sines, by default 0.1 ln(factor) + 1 (arXiv 2309.00071, 3.4)."""
     if scaling.has("attention_factor"):
         return scaling.number("attention_factor", 1e-3, 1e3)
     mscale = scaling.number("mscale", 0.0, 1e3, 0.0)
@@ -216,5 +220,5 @@ def _yarn_attention_factor(scaling: ConfigFields, factor: float) -> float:
 
 
 def sharpening(factor: float, mscale: float) -> float:
-    """Return by how much yarn makes scores larger where the context is `factor` times as long."""
+    """Return the factor by which yarn makes queries, or keys, larger in a context `factor` times as long."""
     return 0.1 * mscale * math.log(factor) + 1.0

@@ -15,16 +15,17 @@ class RopeSpec:
     Attributes:
         kind: which formula turns `theta` into frequencies; "none": all of them are 0, and nothing is rotated.
         theta: base of the wavelengths.
-        factor: how far the context is stretched (linear, llama3, yarn).
+        factor: how many times as long the stretched context is (linear, llama3, yarn).
         original_max_position_embeddings: context of the pre-training (llama3, yarn, growth).
         low_freq_factor, high_freq_factor: bounds of llama3's blend, in turns over the original context.
         beta_fast, beta_slow: bounds of yarn's ramp, in turns over the original context.
         truncate: round yarn's bounds to whole dimensions.
         attention_factor: cosines and sines are multiplied by it (yarn, longrope).
-        short_factors: of each pair of dimensions, how far its wavelength is stretched (longrope).
-        rotary_fraction: of a head's dimensions, the first that are rotated.
+        short_factors: for each pair of dimensions, the factor of its wavelength (longrope).
+        rotary_fraction: share of a head's dimensions that is rotated; these are the first ones.
         rounds_angles: cosines and sines are rounded to the dtype of the computation.
-        interleaved: pairs of dimensions are neighbours, not half of the rotated ones apart.
+        interleaved: the dimensions of a pair are neighbours; else half of the rotated dimensions lie between
+            them.
         query_growth: queries are multiplied by 1 + query_growth * ln(1 + floor(position / original context)).
     """
 

@@ -28,7 +28,7 @@ class ShardRule(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShares:
-    """Heads of attention that a rank has. Queries and the keys that they look at are on one rank."""
+    """The attention heads that a rank has. A query head is on the same rank as the KV head that it reads."""
 
     queries: Share
     keys: Share
@@ -42,7 +42,7 @@ class HeadShares:
 
 
 def require_shardable(spec: ModelSpec, size: int, *, expert_parallel: bool = False) -> None:
-    """Raise `UsageError` if so many ranks cannot share the layers; names the number that is in the way.
+    """Raise `UsageError` if `size` ranks cannot share the layers; the error names the number in the way.
 
     Args:
         expert_parallel: each rank is to have whole experts (`layers.compute.Compute`).
@@ -60,7 +60,7 @@ def require_shardable(spec: ModelSpec, size: int, *, expert_parallel: bool = Fal
 
 
 def _in_the_way(spec: ModelSpec, size: int, *, expert_parallel: bool) -> str | None:
-    """Why so many ranks cannot share the layers; None: they can."""
+    """Return why `size` ranks cannot share the layers; None: they can."""
     if size == 1:
         return None
     heads, kv_heads = spec.num_heads, spec.num_kv_heads
@@ -86,7 +86,8 @@ def require_whole_groups(
 ) -> None:
     """Raise `UsageError` if a group of quantised weights would lie on two ranks.
 
-    Or a group of the activations that meet them: its numbers would depend on the layout.
+    The same holds for a group of the activations that they are multiplied with: the rounded numbers would
+    depend on the layout.
 
     Args:
         load_bits: bits of weights that are quantised while they are loaded; None: they are not.
@@ -109,7 +110,7 @@ def require_whole_groups(
 
 
 def _groups_of(spec: ModelSpec, name: str, width: int, load_bits: int | None) -> set[int]:
-    """Inputs that belong together, in all layers."""
+    """Return at which multiples the inputs of a projection can be cut: the numbers of all layers."""
     if load_bits is not None:
         return {inputs_together(default_group_size(load_bits, width), width)}
     if spec.quantization is None:
@@ -122,8 +123,9 @@ def _groups_of(spec: ModelSpec, name: str, width: int, load_bits: int | None) ->
 def mlp_cuts(spec: ModelSpec, *, expert_parallel: bool) -> list[tuple[str, str, int]]:
     """Return the parts of MLPs and experts that are cut by their width.
 
-    Each is its name in words, the projection in a layer whose inputs are cut (of experts the first one's),
-    and how many inputs it has.
+    Returns:
+        For each part: its name in words; the name, within a layer, of the projection whose inputs are cut
+        (for experts, that of the first one); and the number of these inputs.
     """
     dense = ("the MLP", "mlp.down_proj", spec.intermediate_size)
     experts = spec.experts
@@ -141,11 +143,11 @@ def mlp_cuts(spec: ModelSpec, *, expert_parallel: bool) -> list[tuple[str, str, 
 def rank_spec(spec: ModelSpec, shard: ShardRule, *, expert_parallel: bool = False) -> ModelSpec:
     """Return the model as one rank of a stage has it: its heads, its part of MLPs or experts, its ids.
 
-    What `ModelSpec` sums up is then the rank's own, but for the router, which has all experts on every rank
-    (`router_parameters_elsewhere`).
+    The sums of `ModelSpec` are then the rank's own, but for the router: every rank has the whole router, and
+    the sums count only the part of the rank's own experts (`router_parameters_elsewhere`).
 
     Args:
-        shard: of a size that `require_shardable` takes.
+        shard: the rank, in a stage of a size that `require_shardable` accepts.
         expert_parallel: the rank has whole experts.
     """
     if shard.size == 1:
@@ -169,7 +171,7 @@ def _rank_experts(experts: ExpertsSpec, shard: ShardRule, expert_parallel: bool)
 
 
 def router_parameters_elsewhere(spec: ModelSpec, own: ModelSpec, layer: int) -> int:
-    """Return the parameters of a layer's router that `rank_spec` leaves out: of other ranks' experts."""
+    """Return how many parameters of a layer's router `rank_spec` leaves out: the part of other experts."""
     experts, kept = spec.experts_of(layer), own.experts
     if experts is None or kept is None:
         return 0

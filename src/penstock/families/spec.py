@@ -3,7 +3,7 @@
 Owns `ModelSpec` and the sums that follow from it (parameters, KV bytes, bytes on a link). All code that
 plans, sizes or builds a model reads it; `families.registry` makes it. Torch-free: the supervisor and the core
 use it too. Does not read files and does not check anything: `families.config_fields` and the family modules
-do.
+do both.
 """
 
 from __future__ import annotations
@@ -25,44 +25,49 @@ ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
 class ModelSpec:
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, gated MLP.
 
-    With `latent` attention `num_kv_heads` is 1, for all heads look at one key, and `head_dim` a query's.
+    With `latent` attention all heads look at one key: `num_kv_heads` is 1, and `head_dim` is the width of a
+    query head.
 
-    What has a default is a plain Llama's where a family does not say otherwise.
+    The defaults describe a plain Llama.
 
     Attributes:
-        architecture: as in `config.json`, such as "LlamaForCausalLM".
+        architecture: name of the architecture as in `config.json`, such as "LlamaForCausalLM".
         max_position_embeddings: longest sequence in tokens, after rope scaling.
-        dtype: of the checkpoint: "float32", "bfloat16" or "float16".
+        dtype: number format of the checkpoint: "float32", "bfloat16" or "float16".
         eos_token_ids: all ids that end a text, from `config.json` and `generation_config.json`.
         generation_defaults: the checkpoint's own `temperature`, `top_k`, `top_p`, `min_p` and
             `repetition_penalty`, where it gives them.
         quantization: how the checkpoint's weights are quantised; None: they are numbers of `dtype`.
-        is_dequantized: blocks that the file quantised weights in become numbers of the dtype at load.
+        is_dequantized: weights that the file has in quantised blocks become numbers of the dtype at load.
         latent: attention that keeps a latent vector in place of keys and values; None: plain attention.
-        num_unused_layers: that the checkpoint has after the last, for other purposes.
-        has_mtp: the first of these guesses one token further (`models.mtp_layer`).
-        experts: in place of the MLP, in all layers but some; None: every layer has a plain MLP.
-        layer_windows: of each layer, how many tokens one sees, itself included; 0: all before it. Empty: all
-            layers see all.
-        local_rope: of the layers with a window; None: as the others.
-        unrotated_layers: those whose queries and keys are not rotated at all.
-        attention_scale: of the scores; 0: 1 / sqrt(head_dim).
-        attention_soft_cap, logit_soft_cap: cap * tanh(x / cap) of scores and of logits; 0: none.
+        num_unused_layers: number of layers that the checkpoint has behind the model's last one, for other
+            purposes.
+        has_mtp: the first of these layers guesses one token further (`models.mtp_layer`).
+        experts: the experts in place of the MLP, in all layers but `experts.dense_layers`; None: every layer
+            has a plain MLP.
+        layer_windows: for each layer, how many tokens a token sees, itself included; 0: all before it. Empty:
+            all layers have 0.
+        local_rope: rotary embedding of the layers with a window; None: that of the other layers.
+        unrotated_layers: the layers whose queries and keys are not rotated at all.
+        attention_scale: factor of the scores; 0: 1 / sqrt(head_dim).
+        attention_soft_cap, logit_soft_cap: caps of scores and of logits: x becomes cap * tanh(x / cap); 0:
+            there is no cap.
         qk_norm: whether queries and keys are normalised, each head on its own or all heads together.
         norm_kind: what all norms do with their weights.
         norm_places: norms stand before attention and MLP, after them, or both.
-        norm_names: what the checkpoint calls them, before and after attention, before and after the MLP;
+        norm_names: what the checkpoint calls the norms before and after attention, before and after the MLP;
             None: as most families do (`models.decoder_layer`).
-        activation: of the gate of the MLP.
-        embedding_multiplier: of the vectors that tokens become.
-        rounds_embedding_multiplier: it is rounded to the dtype of the computation first.
-        residual_multiplier: of what attention and MLP add to the residual stream.
-        logit_multiplier: of the logits, before their cap.
+        activation: activation function of the gate of the MLP.
+        embedding_multiplier: factor of the vectors that tokens become.
+        rounds_embedding_multiplier: this factor is first rounded to the dtype of the computation.
+        residual_multiplier: factor of what attention and MLP add to the residual stream.
+        logit_multiplier: factor of the logits, before their cap.
         stored_together: the checkpoint has gate and up as one tensor `gate_up_proj` ("mlp"), and query, key
             and value as one `qkv_proj` too ("all").
-        gated_mlp: the MLP has a gate; without one, an estimate of its size is on the low side.
-        implementation: whose layers run: ours, or transformers', of which the numbers above that need no
-            mention here say little (`families.transformers_fields`).
+        gated_mlp: the MLP has a gate. False also where that is not known: the size of the MLP may then be
+            estimated too low.
+        implementation: whose layers run, ours or transformers'. For transformers' layers the fields with
+            defaults say little, and some others are estimates (`families.transformers_fields`).
     """
 
     architecture: str
@@ -110,7 +115,7 @@ class ModelSpec:
     implementation: Literal["penstock", "transformers"] = "penstock"
 
     def window(self, layer: int) -> int:
-        """Return how many tokens a token of this layer sees; 0: all."""
+        """Return how many tokens a token of this layer sees, itself included; 0: all before it."""
         return self.layer_windows[layer] if self.layer_windows else 0
 
     @property
@@ -154,19 +159,23 @@ class ModelSpec:
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     def norm_parameters(self) -> int:
-        """Return the norm parameters of a layer: around attention and MLP, of queries, keys and latents."""
+        """Return the parameters of a layer's norms: of attention, MLP, queries, keys and latent vectors."""
         num_norms = 4 if self.norm_places == "both" else 2
         heads = {"none": 0, "each_head": 2 * self.head_dim, "all_heads": self.query_size + self.kv_size}
         latent = 0 if self.latent is None else self.latent.norm_parameters()
         return num_norms * self.hidden_size + heads[self.qk_norm] + latent
 
     def mlp_parameters(self) -> int:
-        """Return the parameters of a plain MLP: gate, up and down projections."""
+        """Return the parameters of a plain MLP: up and down projections, and the gate if it has one."""
         weights = (2 + self.gated_mlp) * self.hidden_size * self.intermediate_size
         return weights + self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
 
     def layer_parameters(self, layer: int | None = None) -> int:
-        """Return the parameters of a layer with norms; None: of one with experts, if there are any."""
+        """Return the parameters of a layer, norms included.
+
+        Args:
+            layer: number of the layer; None: any layer with experts, or if no layer has experts, any layer.
+        """
         experts = self.experts if layer is None else self.experts_of(layer)
         mlp = self.mlp_parameters() if experts is None else experts.parameters(self.hidden_size)
         return self.attention_parameters() + mlp + self.norm_parameters()
@@ -196,20 +205,24 @@ class ModelSpec:
 
     @property
     def mtp_copies(self) -> frozenset[str]:
-        """The tensors of the MTP layer that are copies of the model's own, which are never read."""
+        """The names of the MTP layer's tensors that are copies of the model's own; they are never read."""
         names = ("embed_tokens.weight", "shared_head.head.weight")
         return frozenset(f"model.layers.{self.num_layers}.{name}" for name in names)
 
     def mtp_parameters(self, *, with_embedding: bool) -> int:
-        """Return the parameters of the MTP layer, and of the embedding if the last stage needs it."""
+        """Return the parameters of the MTP layer.
+
+        Args:
+            with_embedding: the embedding counts too, since the last stage holds it for this layer alone.
+        """
         inputs = self.hidden_size * (2 * self.hidden_size + 3)  # projection and norms
         layer = self.layer_parameters(self.num_layers)
         return inputs + layer + with_embedding * self.embedding_parameters()
 
     def mtp_share(self) -> float:
-        """Return the cost of a guess of the MTP layer, as a share of a step of one token.
+        """Return the cost of a guess of the MTP layer, as a share of the cost of a step of one token.
 
-        It is reckoned by the weights that are read for either.
+        Costs are reckoned by the weights that are read.
         """
         head = self.embedding_parameters()
         whole = sum(map(self.token_parameters, range(self.num_layers))) + head
@@ -234,6 +247,6 @@ class ModelSpec:
     def hidden_state_bytes(self, num_tokens: int, itemsize: int) -> int:
         """Return the bytes of hidden states and residual stream of a step [S1] [I8].
 
-        A link carries their sum, which is half of it.
+        A link carries the sum of both tensors, which has half as many bytes.
         """
         return 2 * num_tokens * self.hidden_size * itemsize

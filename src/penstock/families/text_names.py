@@ -6,7 +6,7 @@ The text model's names there have a prefix, and what the other parts have is nev
 
 from __future__ import annotations
 
-# As writers of checkpoints have called the text model, from the oldest to today's, and what it is alone.
+# (prefix of the text model's tensors, what stands in its place in a text model alone): older and newer forms.
 _PREFIXES = (("language_model.", ""), ("model.language_model.", "model."))
 
 _OTHER_PARTS = (

@@ -1,9 +1,10 @@
 """The reading of the configuration of a model whose layers are transformers' own, not ours.
 
-Called by `families.registry` for an architecture that no family here knows, or by force. Torch-free, and
-transformers is looked up but not imported: the numbers come from `config.json` under the names that its
-families use. Those that plans are made of are estimates where families differ; each rank compares the ones
-that must be right with the model itself (`models.transformers_survey`).
+Called by `families.registry` for an architecture that no family here knows, or for any with `--model-impl
+transformers`. Torch-free, and transformers is looked up but not imported: the numbers come from `config.json`
+under the names that the families of transformers use. Where these differ, the numbers from which memory is
+estimated are estimates themselves. Each rank compares the numbers that must be right with the model itself
+(`models.transformers_survey`).
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _INNER = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx")
-_DEFAULT_POSITIONS = 2048  # of most families; a rank refuses more than the model has
+_DEFAULT_POSITIONS = 2048  # the default of most families; a rank refuses more than the model has
 _MODEL_TYPE = re.compile(r"[a-z0-9][a-z0-9_]{0,63}")
 
 
 def has_transformers() -> bool:
-    """Return whether the extra is installed, and new enough."""
+    """Return whether transformers is installed, and new enough."""
     return _folder() is not None
 
 
@@ -54,7 +55,7 @@ def _folder() -> Path | None:
 def knows(architecture: str, model_type: str) -> bool:
     """Return whether transformers has this architecture, and its attention can be replaced by ours.
 
-    Its sources say so: importing them would take seconds, and torch.
+    It looks at the text of transformers' sources, since importing them would take seconds and need torch.
     """
     installed, name = _folder(), model_type.removesuffix("_text").replace("-", "_")
     if installed is None or not _MODEL_TYPE.fullmatch(name):
@@ -122,14 +123,17 @@ def _check_kind(config: ConfigFields) -> None:
 
 
 def _is_tied(config: ConfigFields) -> bool:
-    """As transformers has it where the file does not say; the ranks look at the model itself."""
+    """Return whether the output head is the embedding, which is transformers' default.
+
+    The ranks look at the model itself.
+    """
     return config.flag("tie_word_embeddings", True)
 
 
 def _integer(
     config: ConfigFields, names: tuple[str, ...], default: int | None = None, high: int = _MOST
 ) -> int:
-    """A number under whichever name the file has for it; `names` begins with the usual one."""
+    """Return a number under the first of `names` that the file has; the first name is the usual one."""
     name = next((name for name in names if config.has(name)), names[0])
     return config.integer(name, 1, high, default)
 

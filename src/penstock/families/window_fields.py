@@ -12,7 +12,7 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def every_layer(layer: int) -> bool:
-    """Return whether a layer has the window: all have."""
+    """Return True: each layer has the window."""
     return True
 
 
@@ -21,8 +21,9 @@ class WindowRule:
     """The windows of a family.
 
     Attributes:
-        window: of the layers that have one; 0: none has, and a configuration may not say otherwise.
-        is_sliding: whether a layer has it, where the configuration does not list the layers.
+        window: number of tokens that a token sees in the layers with a window; 0: no layer has one, and a
+            configuration may not say otherwise.
+        is_sliding: whether a layer has the window, if the configuration does not list the layers.
     """
 
     window: int = 0
@@ -33,7 +34,7 @@ NO_WINDOWS = WindowRule()
 
 
 def read_window(config: ConfigFields, default: int) -> int:
-    """Return `sliding_window`; null is 0: none."""
+    """Return `sliding_window`; 0, which a file writes as null: there is none."""
     if config.is_null("sliding_window"):
         return 0
     return config.integer("sliding_window", 1, MAX_POSITIONS, default)

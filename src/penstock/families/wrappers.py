@@ -1,7 +1,8 @@
-"""Models of more than text whose text model is one of our families: its configuration is a section of theirs.
+"""Models of more than text, of which the text model alone is served: it must be of one of our families.
 
-The text model is served alone. What belongs to the whole file and not to the section, such as the dtype, the
-ends of a text and how weights are quantised, is taken from the file. Called by `families.registry`.
+The configuration of the text model is a section of the file. What belongs to the whole file and not to the
+section, such as the dtype, the ids that end a text and how weights are quantised, is taken from the file.
+Called by `families.registry`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ _Read = Callable[[ConfigFields, str], ModelSpec]
 
 
 def _gemma3_text_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """Gemma 3's text model; published files say only in what they differ from transformers' defaults."""
+    """Return the spec of Gemma 3's text model.
+
+    Published files give only the fields that differ from transformers' defaults.
+    """
     defaults = {
         "vocab_size": 262_208,
         "hidden_size": 2304,
@@ -42,7 +46,7 @@ def _gemma3_text_spec(config: ConfigFields, architecture: str) -> ModelSpec:
 _TEXT_MODELS: Mapping[str, Mapping[str, _Read]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": _gemma3_text_spec},
     "Mistral3ForConditionalGeneration": {"mistral": mistral_spec, "ministral3": ministral3_spec},
-    # A token of a text has the same place in time, height and width: positions are plain ones.
+    # A token of a text has the same place in time, height and width, so positions are plain ones.
     "Qwen2VLForConditionalGeneration": {"qwen2_vl_text": qwen2_spec, "qwen2_vl": qwen2_spec},
     "Qwen2_5_VLForConditionalGeneration": {"qwen2_5_vl_text": qwen2_spec, "qwen2_5_vl": qwen2_spec},
     "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": qwen3_spec},
@@ -70,7 +74,7 @@ def wrapper_spec(config: ConfigFields, architecture: str) -> ModelSpec:
 
 
 def _text_fields(config: ConfigFields) -> ConfigFields:
-    """The text model's configuration: a section, or in older files the fields beside the others'."""
+    """Return the text model's configuration: a section, or in older files fields of the whole file."""
     if not config.has(_SECTION):
         return config
     values = config.values()
@@ -78,13 +82,13 @@ def _text_fields(config: ConfigFields) -> ConfigFields:
     if "quantization_config" in own:
         own["quantization_config"] = _with_text_names(own["quantization_config"])
     fields = config.section(_SECTION).with_defaults(**own)
-    # transformers asks the file before the section.
+    # As in transformers, the value in the file counts more than that in the section.
     tied = "tie_word_embeddings"
     return fields.with_values(**{tied: values[tied]}) if config.has(tied) else fields
 
 
 def _with_text_names(section: Any) -> Any:
-    """The same with the names of modules that stay as they are as the text model has them."""
+    """Return the section with the text model's own names for the modules that are not quantised."""
     ignored = section.get("ignore") if isinstance(section, dict) else None
     if not isinstance(ignored, list):
         return section

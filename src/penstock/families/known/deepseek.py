@@ -1,6 +1,6 @@
 """The specs of DeepSeek-V2 and DeepSeek-V3: latent attention (arXiv 2405.04434), and many small experts.
 
-The experts are in groups, in V3 chosen by corrected scores (arXiv 2412.19437). Called by
+The experts are in groups. In V3 they are chosen by corrected scores (arXiv 2412.19437). Called by
 `families.registry`.
 """
 
@@ -21,7 +21,7 @@ _MAX_DIM = 4096
 
 
 def deepseek_v2_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """Return the spec of `DeepseekV2ForCausalLM`: experts by a softmax, of all groups or of the best."""
+    """Return the spec of `DeepseekV2ForCausalLM`: a softmax chooses experts of all groups or of the best."""
     if config.flag("mlp_bias", False):
         raise config.unsupported("mlp_bias", "false (biases of experts are not supported)", True)
     spec = latent_decoder(config, architecture, max_positions=2048)
@@ -33,8 +33,8 @@ def deepseek_v2_spec(config: ConfigFields, architecture: str) -> ModelSpec:
     if method == "group_limited_greedy":
         routing = grouped(config, routing, experts, (None, None))
     if config.flag("norm_topk_prob", False):
-        # As in DeepSeek's own code, which does not scale normalised weights; others do, and transformers 5
-        # does not normalise. No published model asks for it.
+        # DeepSeek's own code does not scale normalised weights; other code does, and transformers 5 does not
+        # normalise. No published model asks for both, so both together are refused.
         if routing.factor != 1.0:
             expected = "1 where norm_topk_prob is true (both together are not supported)"
             raise config.unsupported("routed_scaling_factor", expected, routing.factor)
@@ -45,7 +45,8 @@ def deepseek_v2_spec(config: ConfigFields, architecture: str) -> ModelSpec:
 def deepseek_v3_spec(config: ConfigFields, architecture: str) -> ModelSpec:
     """Return the spec of `DeepseekV3ForCausalLM`.
 
-    Of the layers that guess further tokens (`num_nextn_predict_layers`) the first is used, if it is wanted.
+    Of the layers that guess further tokens (`num_nextn_predict_layers`) only the first is used, as a drafter
+    if the user wants one.
     """
     spec = latent_decoder(config, architecture, max_positions=4096)
     spec = with_mtp(spec, config, 1)
@@ -54,10 +55,10 @@ def deepseek_v3_spec(config: ConfigFields, architecture: str) -> ModelSpec:
 
 
 def latent_decoder(config: ConfigFields, architecture: str, *, max_positions: int) -> ModelSpec:
-    """Return all but the experts.
+    """Return the spec without experts.
 
     Args:
-        max_positions: of a configuration that does not say.
+        max_positions: longest sequence if the configuration does not give it.
     """
     _refuse_quantized(config)
     latent = _latent(config)
@@ -67,7 +68,7 @@ def latent_decoder(config: ConfigFields, architecture: str, *, max_positions: in
         architecture,
         qkv_bias=bias,
         o_bias=bias,
-        head_dim=latent.rotary_dim,  # as transformers calls it
+        head_dim=latent.rotary_dim,  # transformers calls this head_dim; the spec below has another
         max_positions=max_positions,
     )
     if spec.activation != "silu":
@@ -83,7 +84,10 @@ def latent_decoder(config: ConfigFields, architecture: str, *, max_positions: in
 
 
 def _refuse_quantized(config: ConfigFields) -> None:
-    """The published checkpoints of V3 are in float8; of no quantised form the latent projections are read."""
+    """Raise `ModelConfigError` for quantised weights: no form of quantised latent projections is built.
+
+    The published checkpoints of V3 are in float8.
+    """
     if not config.has("quantization_config"):
         return
     section = config.section("quantization_config")
@@ -112,8 +116,10 @@ def _latent(config: ConfigFields) -> LatentSpec:
 
 
 def _sharpened(config: ConfigFields, spec: ModelSpec) -> float:
-    """By how much queries and keys are each larger where positions are stretched: arXiv 2309.00071, section
-    3.4; here it is not in the angles alone."""
+    """Return the factor by which queries, and keys, are larger if positions are stretched, 1 if they are not.
+
+    It is that of arXiv 2309.00071, section 3.4. Here it is for whole heads, not only for their rotated part.
+    """
     mscale = scaling_section(config).number("mscale_all_dim", 0.0, 1e3, 0.0)
     is_stretched = spec.rope.kind != "default" and mscale > 0.0
     return sharpening(spec.rope.factor, mscale) if is_stretched else 1.0

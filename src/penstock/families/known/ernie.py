@@ -1,4 +1,4 @@
-"""The spec of ERNIE 4.5: Llama that rotates neighbouring dimensions, by angles that are not rounded.
+"""The spec of ERNIE 4.5: a Llama that rotates neighbouring dimensions, by angles that are not rounded.
 
 Called by `families.registry`.
 """

@@ -1,6 +1,7 @@
 """The spec of EXAONE 4: norms after attention and MLP.
 
-In its large size three layers of four have windows, and these alone rotate. Called by `families.registry`.
+In the large size three layers of four have windows, and only these rotate queries and keys. Called by
+`families.registry`.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ def exaone4_spec(config: ConfigFields, architecture: str) -> ModelSpec:
 
 
 def _pattern(config: ConfigFields) -> int:
-    """Return how many layers a pattern has, of which the last sees all; may be written as "LLLG"."""
+    """Return the number of layers of a pattern, of which the last sees all; a file may write it as "LLLG"."""
     name = "sliding_window_pattern"
     if config.has("layer_types"):
-        return 1  # which says it
+        return 1  # no matter: `layer_types` says which layers have a window
     value = config.values().get(name)
     if not isinstance(value, str):
         return config.integer(name, 1, MAX_LAYERS, 4)

@@ -1,6 +1,6 @@
-"""The specs of Gemma: scaled embeddings; from Gemma 2 on norms on both sides and windows in most layers.
+"""The specs of Gemma: scaled embeddings; from Gemma 2 on norms on both sides, and windows in some layers.
 
-Of Gemma 3 there is the text model. Called by `families.registry`.
+Of Gemma 3 the text model is read. Called by `families.registry`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.families.window_fields import NO_WINDOWS, WindowRule, read_window
 
 
 def gemma_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """Return the spec of `GemmaForCausalLM`; its "gelu" has always been the approximation by tanh."""
+    """Return the spec of `GemmaForCausalLM`; its "gelu" has always meant the approximation by tanh."""
     config = config.with_values(hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=None)
     spec = _gemma_spec(config, architecture, NO_WINDOWS, max_positions=8192)
     return dataclasses.replace(spec, attention_scale=0.0, norm_places="before")
@@ -34,7 +34,10 @@ def gemma2_spec(config: ConfigFields, architecture: str) -> ModelSpec:
 
 
 def gemma3_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """Return the spec of `Gemma3ForCausalLM`: all but each sixth layer have a window and own positions."""
+    """Return the spec of `Gemma3ForCausalLM`.
+
+    All layers but each sixth have a window, and a rotary embedding of their own.
+    """
     pattern = config.integer("sliding_window_pattern", 1, MAX_LAYERS, 6)
     windows = WindowRule(
         window=read_window(config, 4096), is_sliding=lambda layer: (layer + 1) % pattern != 0
@@ -59,7 +62,7 @@ def _gemma_spec(
     max_positions: int,
     read_rope: Callable[[ConfigFields, int], RopeSpec] = read_rope,
 ) -> ModelSpec:
-    """What both have."""
+    """Return what all three have in common, with norms as in Gemma 2 and 3."""
     if config.flag("use_bidirectional_attention", False):
         raise config.unsupported("use_bidirectional_attention", "false", True)
     has_bias = config.flag("attention_bias", False)
@@ -87,17 +90,17 @@ def _gemma_spec(
 
 
 def _soft_cap(config: ConfigFields, name: str, default: float) -> float:
-    """null is 0: none."""
+    """Return a cap; 0, which a file writes as null: there is none."""
     return 0.0 if config.is_null(name) else config.number(name, 0.0, 1e6, default)
 
 
 def _far_rope(config: ConfigFields, max_positions: int) -> RopeSpec:
-    """Of the layers that see all."""
+    """Return the rotary embedding of the layers that see all."""
     return rope_of_layers(config, "full_attention", max_positions, theta=1e6)
 
 
 def _near_rope(config: ConfigFields, max_positions: int) -> RopeSpec:
-    """Of the layers with a window."""
+    """Return the rotary embedding of the layers with a window."""
     return rope_of_layers(
         config, "sliding_attention", max_positions, theta_field="rope_local_base_freq", theta=1e4
     )

@@ -1,6 +1,6 @@
 """The specs of GLM-4 to GLM-4.7: heads that are rotated in part, and from 4.5 on many small experts.
 
-The experts are chosen by corrected scores; GLM-4.7-Flash keeps latent vectors. Called by
+The experts are chosen by corrected scores. GLM-4.7-Flash has latent attention. Called by
 `families.registry`.
 """
 
@@ -43,7 +43,7 @@ def glm4_moe_spec(config: ConfigFields, architecture: str) -> ModelSpec:
 
 
 def glm4_moe_lite_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """Return the spec of `Glm4MoeLiteForCausalLM` (GLM-4.7-Flash): DeepSeek-V3 in all but its numbers."""
+    """Return the spec of `Glm4MoeLiteForCausalLM` (GLM-4.7-Flash): a DeepSeek-V3 with other numbers."""
     config = config.with_defaults(
         kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=192, v_head_dim=256, rms_norm_eps=1e-5
     )
@@ -59,7 +59,7 @@ def glm4_moe_lite_spec(config: ConfigFields, architecture: str) -> ModelSpec:
 def _decoder(
     config: ConfigFields, architecture: str, *, has_bias: bool, head_dim: int | None, eps: float
 ) -> ModelSpec:
-    """What all but the last have; the output projection of attention has no bias."""
+    """Return what all but GLM-4.7-Flash have; the output projection of attention has no bias."""
     spec = read_decoder(
         config,
         architecture,

@@ -1,4 +1,4 @@
-"""The spec of Granite: Llama with constant factors. Called by `families.registry`."""
+"""The spec of Granite: a Llama with constant factors. Called by `families.registry`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SMALLEST, _LARGEST = 1e-6, 1e6
 
 
 def granite_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """Return the spec of `GraniteForCausalLM`; factors are 1 where none is given, that of scores too."""
+    """Return the spec of `GraniteForCausalLM`; a factor that is not given is 1, that of scores too."""
 
     def factor(name: str) -> float:
         return config.number(name, _SMALLEST, _LARGEST, 1.0)

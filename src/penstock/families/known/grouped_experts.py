@@ -1,6 +1,7 @@
-"""Many small experts beside shared ones, as DeepSeek has them and other families took them over.
+"""Many small experts beside shared ones, as in DeepSeek and in the families that have taken this over.
 
-Called by the families' modules (`families.known.deepseek`, `families.known.glm`, `families.known.dots`).
+Called by the families' modules (`families.known.deepseek`, `families.known.glm`, `families.known.dots`). The
+numbers that these pass are for configurations that do not give them; None: the configuration must.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ def read_experts(
     """Return the experts without their routing.
 
     Args:
-        counts: experts, and those of a token, of a configuration that does not say; the other numbers too.
-        inner_size: width of the middle of an expert.
-        num_shared: experts that all tokens go through.
-        first: layers at the start with a plain MLP.
+        counts: number of experts of a layer, and of those that are chosen for a token.
+        inner_size: inner width of an expert, between its projections up and down.
+        num_shared: number of experts that all tokens go through.
+        first: number of layers at the start with a plain MLP.
     """
     num_experts = config.integer("n_routed_experts", 1, MAX_EXPERTS, counts[0])
     inner_size = config.integer("moe_intermediate_size", 1, _MAX_WIDTH, inner_size)
@@ -61,7 +62,8 @@ def corrected(
     """Return the experts chosen by sigmoids that are corrected for the choice (arXiv 2412.19437).
 
     Args:
-        factor, groups, normalized: of a configuration that does not say; groups are all, and those chosen.
+        factor, normalized: as in `RoutingSpec` and `ExpertsSpec`.
+        groups: number of groups, and of those from which experts are chosen.
     """
     config.choice("scoring_func", ("sigmoid",), "sigmoid")
     config.choice("topk_method", ("noaux_tc",), "noaux_tc")
@@ -74,7 +76,11 @@ def corrected(
 def grouped(
     config: ConfigFields, routing: RoutingSpec, experts: ExpertsSpec, defaults: tuple[int | None, int | None]
 ) -> RoutingSpec:
-    """Return the routing with the groups of the configuration, or these."""
+    """Return the routing with the groups of the configuration.
+
+    Args:
+        defaults: number of groups, and of those from which experts are chosen.
+    """
     num_groups = config.integer("n_group", 1, experts.num_experts, defaults[0])
     size, rest = divmod(experts.num_experts, num_groups)
     if rest or (size < 2 and routing.is_corrected):
@@ -91,22 +97,22 @@ def grouped(
 def with_experts(spec: ModelSpec, experts: ExpertsSpec) -> ModelSpec:
     """Return the decoder with experts, if any layer has them."""
     if len(experts.dense_layers) == spec.num_layers:
-        return replace(spec, has_mtp=False)  # that layer would have the only experts
+        return replace(spec, has_mtp=False)  # the MTP layer would be the only one with experts
     return replace(spec, experts=experts)
 
 
 def with_mtp(spec: ModelSpec, config: ConfigFields, num_layers: int) -> ModelSpec:
-    """Return the decoder with layers that guess further tokens; the first is used, if it is wanted.
+    """Return the decoder with its number of layers that guess further tokens.
 
     Args:
-        num_layers: of a configuration that does not say.
+        num_layers: number of these layers.
     """
     num_unused = config.integer("num_nextn_predict_layers", 0, _MAX_LAYERS, num_layers)
     return replace(spec, num_unused_layers=num_unused, has_mtp=num_unused > 0)
 
 
 def _dense_layers(config: ConfigFields, num_layers: int, first: int) -> frozenset[int]:
-    """Layers with a plain MLP: the first, and those that are not at a multiple of the step."""
+    """Return the layers with a plain MLP: the first, and those whose number is no multiple of the step."""
     first = config.integer("first_k_dense_replace", 0, _MAX_LAYERS, first)
     step = config.integer("moe_layer_freq", 1, _MAX_LAYERS, 1)
     return frozenset(layer for layer in range(num_layers) if layer < first or layer % step)

@@ -30,7 +30,7 @@ _MAX_VOCABULARY = 1 << 24
 
 
 def llama_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """Return the spec of `LlamaForCausalLM`: one flag gives attention projections a bias, another the MLP."""
+    """Return the spec of `LlamaForCausalLM`: one flag gives attention its biases, and another the MLP."""
     attention_bias = config.flag("attention_bias", False)
     return read_decoder(
         config,
@@ -60,11 +60,11 @@ def read_decoder(
     """Return a spec with the fields that all families share.
 
     Args:
-        windows: which layers have one.
-        read_rope: reads the rotary embedding, from the configuration and its longest sequence.
-        activation_field: its name in the configuration.
-        activation, head_dim, max_positions, eps, is_tied: those of a configuration that does not say; as in
-            transformers. No head_dim: hidden_size / num_attention_heads.
+        windows: which layers have a sliding window, and how long it is.
+        read_rope: reads the rotary embedding, from the configuration and the length of its longest sequence.
+        activation_field: name of the activation function's field in the configuration.
+        activation, head_dim, max_positions, eps, is_tied: values for a configuration that does not give them,
+            as in transformers. head_dim None: hidden_size / num_attention_heads.
     """
     vocab_size = config.integer("vocab_size", 1, _MAX_VOCABULARY)
     num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)

@@ -1,4 +1,4 @@
-"""The specs of Mistral: Llama with a sliding window, in the versions that have one; and of Ministral 3.
+"""The specs of Mistral, a Llama that has a sliding window in some versions, and of Ministral 3.
 
 The queries of Ministral 3 grow with their positions. Called by `families.registry`.
 """
@@ -15,7 +15,7 @@ from penstock.families.spec import ModelSpec
 from penstock.families.window_fields import WindowRule, read_window
 
 _POSITIONS = 262_144
-# Of a configuration that says nothing of positions.
+# The scaling of positions if a configuration has none.
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
@@ -28,13 +28,13 @@ _YARN = {
 
 
 def mistral_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """Return the spec of `MistralForCausalLM`; `sliding_window` is null where there is none."""
+    """Return the spec of `MistralForCausalLM`; without a window, `sliding_window` is null."""
     windows = WindowRule(window=read_window(config, 4096))
     return read_decoder(config, architecture, windows=windows, max_positions=131_072)
 
 
 def ministral3_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """Return the spec of `Ministral3ForCausalLM`: queries grow beyond the original context."""
+    """Return the spec of `Ministral3ForCausalLM`: beyond the original context queries grow with positions."""
     windows = WindowRule(window=read_window(config, 0) if config.has("sliding_window") else 0)
     if not config.has("rope_parameters") and not config.has("rope_scaling"):
         config = config.with_values(rope_parameters=_YARN)

@@ -1,4 +1,4 @@
-"""The spec of Mixtral: Llama with experts in every layer. Called by `families.registry`."""
+"""The spec of Mixtral: a Llama with experts in every layer. Called by `families.registry`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
 def mixtral_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """Return the spec of `MixtralForCausalLM`; `router_jitter_noise` is for training only."""
+    """Return the spec of `MixtralForCausalLM`; `router_jitter_noise`, for training only, is not read."""
     config = config.with_defaults(
         max_position_embeddings=131072, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6
     )
@@ -32,7 +32,10 @@ def mixtral_spec(config: ConfigFields, architecture: str) -> ModelSpec:
 
 
 def _refuse_window(config: ConfigFields, max_positions: int) -> None:
-    """A window that holds every sequence is none."""
+    """Raise `ModelConfigError` for a window that is shorter than the longest sequence.
+
+    A longer one has no effect.
+    """
     window = config.integer("sliding_window", 0, 1 << 30)
     if window < max_positions:
         raise config.unsupported("sliding_window", "null (sliding windows are not supported)", window)

@@ -28,7 +28,7 @@ def olmoe_spec(config: ConfigFields, architecture: str) -> ModelSpec:
         clip = config.number("clip_qkv", 0, 1e9)
         raise config.unsupported("clip_qkv", "null (clipping is not supported)", clip)
     config = config.with_defaults(max_position_embeddings=4096, rms_norm_eps=1e-5)
-    # An expert is as wide as other families' MLPs.
+    # The inner width of an expert is in the field that other families have for their MLPs.
     width = config.integer("intermediate_size", 1, 1 << 20, 2048)
     fields = config.with_values(moe_intermediate_size=width)
     spec = dataclasses.replace(llama_spec(config, architecture), qk_norm="all_heads")
@@ -53,7 +53,7 @@ def _olmo_spec(
     windows: WindowRule,
     read_rope: Callable[[ConfigFields, int], RopeSpec],
 ) -> ModelSpec:
-    """What both have; one flag gives all four attention projections a bias."""
+    """Return what OLMo 2 and 3 have in common; one flag gives all four attention projections a bias."""
     has_bias = config.flag("attention_bias", False)
     spec = read_decoder(
         config,

@@ -1,4 +1,4 @@
-"""The specs of Phi-3, Phi-3.5 and Phi-4: Llama, stored with fused projections."""
+"""The specs of Phi-3, Phi-3.5 and Phi-4: a Llama, stored with fused projections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.families.window_fields import WindowRule, read_window
 
 
 def phi3_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """Return the spec of `Phi3ForCausalLM`: heads may be rotated in part; longrope's original context."""
+    """Return the spec of `Phi3ForCausalLM`: heads may be rotated in part, positions scaled by longrope."""
     windows = WindowRule(window=read_window(config, 0) if config.has("sliding_window") else 0)
     spec = read_decoder(
         config, architecture, windows=windows, read_rope=read_longrope, max_positions=4096, eps=1e-5

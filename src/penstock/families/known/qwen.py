@@ -1,7 +1,7 @@
 """The specs of Qwen2, Qwen2.5 and Qwen3, and MiMo, which is a Qwen2.
 
-They are Llama with a window in the upper layers where it is switched on, and biases on query, key and value,
-or norms on queries and keys. Called by `families.registry`.
+Each is a Llama with biases on query, key and value projections (Qwen2), or with norms on queries and keys
+(Qwen3). The upper layers have a window if the configuration switches it on. Called by `families.registry`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def qwen3_spec(config: ConfigFields, architecture: str) -> ModelSpec:
 
 
 def _windows(config: ConfigFields) -> WindowRule:
-    """The first `max_window_layers` layers see all."""
+    """Return the windows: the first `max_window_layers` layers see all."""
     if not config.flag("use_sliding_window", False):
         return WindowRule()
     num_full = config.integer("max_window_layers", 0, MAX_LAYERS, 28)

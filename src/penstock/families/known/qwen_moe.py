@@ -16,7 +16,7 @@ _MAX_WIDTH = 1 << 20
 
 
 def qwen2_moe_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """Return the spec of `Qwen2MoeForCausalLM`; its optional sliding window is not built."""
+    """Return the spec of `Qwen2MoeForCausalLM`; its optional sliding window is refused."""
     _refuse_window(config)
     config = config.with_defaults(max_position_embeddings=32768)
     qkv_bias = config.flag("qkv_bias", True)
@@ -44,8 +44,13 @@ def with_experts(
     inner_size: int,
     shared_size: int = 0,
 ) -> ModelSpec:
-    """Return the decoder with the experts of this family's fields; the numbers are their defaults."""
-    # transformers 5 writes the second name for families that have always used the first.
+    """Return the decoder with experts as the fields of this family give them.
+
+    Args:
+        num_experts, num_chosen, inner_size: defaults of the fields.
+        shared_size: inner width of the shared expert; 0: there is none.
+    """
+    # transformers 5 writes "num_local_experts" also for families that have always had "num_experts".
     name = "num_local_experts" if config.has("num_local_experts") else "num_experts"
     num_experts = config.integer(name, 1, MAX_EXPERTS, num_experts)
     experts = ExpertsSpec(
@@ -65,7 +70,10 @@ def _refuse_window(config: ConfigFields) -> None:
 
 
 def _dense_layers(config: ConfigFields, num_layers: int) -> frozenset[int]:
-    """Layers with a plain MLP: those listed, and those that are not at a multiple of the step."""
+    """Return the layers with a plain MLP: those listed, and those that the step leaves out.
+
+    Counted from 1, each layer at a multiple of the step has experts.
+    """
     step = config.integer("decoder_sparse_step", 1, 1 << 20, 1)
     listed = config.integer_list("mlp_only_layers", 0, num_layers - 1)
     return frozenset(listed) | {layer for layer in range(num_layers) if (layer + 1) % step}

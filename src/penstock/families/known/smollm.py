@@ -1,4 +1,4 @@
-"""The spec of SmolLM3: Llama in which every fourth layer rotates nothing. Called by `families.registry`."""
+"""The spec of SmolLM3: a Llama in which every fourth layer rotates nothing. Called by `families.registry`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from penstock.families.spec import ModelSpec
 
 
 def smollm3_spec(config: ConfigFields, architecture: str) -> ModelSpec:
-    """Return the spec of `SmolLM3ForCausalLM`; `no_rope_layers` has 1 for a layer that does rotate."""
+    """Return the spec of `SmolLM3ForCausalLM`.
+
+    Despite its name, the field `no_rope_layers` has 1 for a layer that rotates.
+    """
     if config.flag("use_sliding_window", False):
         raise config.unsupported("use_sliding_window", "false (sliding windows are not supported)", True)
     config = config.with_defaults(
