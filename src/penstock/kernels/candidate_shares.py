@@ -1,7 +1,7 @@
 """The candidates of a vocabulary whose logits are spread over the ranks of a group.
 
-Each rank answers for its own ids; a few numbers for each row go round, and every rank has the answer for all
-ids. Whole logits go round only for rows that want them. Called by `layers.embedding`.
+Each rank answers for its own ids. The ranks exchange a few numbers for each row, and then every rank has the
+answer for all ids. They exchange whole logits only for rows that want them. Called by `layers.embedding`.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ def _bias_of_share(bias: SparseBias, ids: Share) -> SparseBias:
 
 
 def merged(own: HeadOutput, request: HeadRequest, ids: Share, group: TensorGroup) -> HeadOutput:
-    """Return the answer for all ids from this rank's answer for its own; all ranks get the same.
+    """Return the answer for all ids from this rank's answer for its own ids; all ranks get the same.
 
     Args:
-        own: candidates [num_rows, width], with ids from 0 on; logits [num_wanting, ids.size].
-        ids: those of this rank.
+        own: this rank's answer: candidates [num_rows, width], whose ids count from 0 on; logits
+            [num_wanting, ids.size].
+        ids: the ids of this rank.
 
     Returns:
         Candidates [num_rows, most candidates of a row] with ids of the whole vocabulary; logits
@@ -100,9 +101,9 @@ def _unpacked(
 def _best(
     values: NDArray[np.float32], ids: NDArray[np.int64], is_finite: NDArray[np.bool_], request: HeadRequest
 ) -> Candidates:
-    """Return the best that each row asked for of what all ranks found, in the order of `Candidates`."""
+    """Return as many candidates as each row asked for, the best of those of all ranks, as `Candidates`."""
     width = int(request.num_candidates.max(initial=1))
-    # What is missing has minus infinity and the id -1, which would come before those that are there.
+    # A missing candidate has the id -1. Of equal values it must come last, not first.
     order = np.lexsort((np.where(ids == NO_ID, np.iinfo(np.int64).max, ids), -values), axis=1)[:, :width]
     is_left = is_finite[:, None] & (np.arange(width) < request.num_candidates[:, None])
     best_values = np.take_along_axis(values, order, axis=1)

@@ -17,7 +17,8 @@ from torch import Tensor
 NO_ID = -1  # of a candidate that is missing
 WORD_BITS = 32  # ids in a word of a mask (`HeadRequest.allowed`)
 
-# [256, 8] what eight bits of a mask add to the logits of their ids; faster than to test the bits one by one
+# [256, 8] for each value of eight bits of a mask, what is added to the logits of their ids; this is faster
+# than a test of each bit
 _OF_OCTET = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _OF_OCTET = np.where(_OF_OCTET, np.float32(0), np.float32(-np.inf))
 
@@ -27,14 +28,15 @@ class LogitCurve:
     """The curve from products of hidden states and vocabulary to logits: cap * tanh(multiplier * x / cap).
 
     Attributes:
-        soft_cap: 0: none.
+        multiplier: factor of the products.
+        soft_cap: the cap; 0: there is none.
     """
 
     multiplier: float = 1.0
     soft_cap: float = 0.0
 
     def of(self, products: Tensor) -> Tensor:
-        """Return logits, float32; where products are not finite, they are not finite either.
+        """Return logits, float32; where a product is not finite, its logit is not finite either.
 
         Args:
             products: of any shape, which the logits have too.
@@ -54,14 +56,14 @@ STRAIGHT = LogitCurve()
 class SparseBias:
     """The changes of single logits, row by row, before candidates are chosen.
 
-    A logit above zero is divided by its scale, another is multiplied by it; the result is rounded, and the
-    value added to it. All implementations give the same bits.
+    A logit above zero is divided by its scale, any other logit is multiplied by it. The result is rounded,
+    and then the value is added. All implementations give the same bits.
     """
 
     starts: NDArray[np.int64]  # [num_rows + 1] row r owns entries [starts[r], starts[r + 1])
     ids: NDArray[np.int64]  # [num_entries] rising within a row; without scales, entries of the same id add up
     values: NDArray[np.float32]  # [num_entries] minus infinity forbids the id
-    scales: NDArray[np.float32] | None = None  # [num_entries] above 0, ids then occur once; None: all are 1
+    scales: NDArray[np.float32] | None = None  # [num_entries] above 0; a row then has an id once; None: all 1
 
     @classmethod
     def none(cls, num_rows: int) -> SparseBias:
@@ -72,7 +74,7 @@ class SparseBias:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRequest:
-    """The request about each row's logits. Bias and mask bear on candidates only, never on whole logits."""
+    """The request about each row's logits. Bias and mask change only candidates, never whole logits."""
 
     num_candidates: NDArray[np.int64]  # [num_rows] 0 = none
     wants_logits: NDArray[np.bool_]  # [num_rows] the row's whole logits too
@@ -86,15 +88,16 @@ class HeadRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """The likeliest ids of each row, falling; of equal ones the lower id comes first.
+    """The likeliest ids of each row, the likeliest first; of ids with equal logits the lower comes first.
 
-    A row has as many as it asked for, or as it has logits above minus infinity, and none if it is not finite;
-    the rest of `width` (the most that any row asked for, at least 1) is minus infinity and `NO_ID`.
+    A row has as many candidates as it asked for, or fewer if fewer logits are above minus infinity, and none
+    if a logit is not finite. `width` is the most that any row asked for, and at least 1. The places of a row
+    that no candidate takes have minus infinity and `NO_ID`.
     """
 
     values: NDArray[np.float32]  # [num_rows, width]
     ids: NDArray[np.int64]  # [num_rows, width]
-    is_finite: NDArray[np.bool_]  # [num_rows] all logits of the row were, before bias and mask
+    is_finite: NDArray[np.bool_]  # [num_rows] whether all logits of the row are finite, before bias and mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +106,11 @@ class HeadOutput:
 
     candidates: Candidates
     logits: Tensor  # float32 [num_wanting, vocab] of the rows that wanted them, without bias and mask
-    logits_rows: NDArray[np.int64]  # [num_wanting] whose they are, rising
+    logits_rows: NDArray[np.int64]  # [num_wanting] the row of the request for each row of `logits`, rising
 
 
 def head_output_of(logits: Tensor, request: HeadRequest) -> HeadOutput:
-    """Return the answer from whole logits, float32 [num_rows, vocab]; they may be passed on as they are."""
+    """Return the answer from whole logits, float32 [num_rows, vocab], which may themselves be part of it."""
     rows = np.flatnonzero(request.wants_logits)
     candidates = candidates_of(logits, request)
     return HeadOutput(candidates=candidates, logits=rows_of(logits, rows), logits_rows=rows)
@@ -119,7 +122,7 @@ def candidates_of(logits: Tensor, request: HeadRequest) -> Candidates:
     Args:
         logits: float32 [num_rows, vocab]; not changed.
     """
-    # A sum is finite if and only if all terms are (they are far from the float32 limit), and reads each once.
+    # The sum reads each logit once. It is finite if and only if all are: they are far from float32's limit.
     is_finite = logits.sum(dim=-1).isfinite().cpu().numpy()
     width = int(request.num_candidates.max(initial=1))
     values = np.full((len(logits), width), -np.inf, dtype=np.float32)
@@ -185,7 +188,7 @@ def _best(
     vocab_size = logits.shape[1]
     last = torch.from_numpy(np.minimum(num_candidates, vocab_size) - 1).to(logits.device)[:, None]
     lowest = logits.topk(min(width, vocab_size), dim=-1).values.gather(1, last)
-    # topk leaves open which of equal values it takes: all that reach the lowest are put in order here.
+    # topk leaves open which of equal values it takes: all that reach its lowest value are put in order here.
     reaching = ((logits >= lowest) & (logits > -torch.inf)).nonzero(as_tuple=True)
     rows, ids = (part.cpu().numpy() for part in reaching)
     values = logits[reaching].cpu().numpy()

@@ -1,9 +1,9 @@
 """Allocates a rank's large memory: zeroed pages of the system, huge pages if there are any.
 
-Weights and keys and values are read in long streams or in far-apart pieces; with huge pages the processor
-does not look up every fourth kilobyte's address. A huge page must lie whole in its mapping, so pieces that
-are not much larger than one share mappings (`shared_pages`): a seventh more of the memory's bandwidth for the
-weights of a layer. Pages are resident only once they are written.
+Weights, keys and values are read in long streams or in far-apart pieces. With huge pages the processor looks
+up an address once for 2 MiB, and not once for 4 KiB. A huge page must lie whole in its mapping, so pieces
+that are not much larger than a huge page share mappings (`shared_pages`). With this the weights of a layer
+are read a seventh faster. Pages are resident only once they are written.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch import Tensor
 from penstock.errors import NotEnoughMemoryError
 
 _HUGE_PAGE = 2 << 20
-_SHARED = 256 << 20  # a mapping that pieces share
+_SHARED = 256 << 20  # bytes of a mapping that pieces share
 
 
 def zero_pages(num_bytes: int, purpose: str, remedy: str) -> Tensor:
     """Return uint8 [num_bytes], zero and not resident before it is written.
 
-    It starts at a page, and at a huge page if it fills one.
+    It begins where a page begins, and if it is as long as a huge page, where a huge page begins.
 
     Args:
-        purpose: for the error's text, such as "the KV cache of one layer".
-        remedy: what asks for less of it.
+        purpose: what the memory is for, for the error, such as "the KV cache of one layer".
+        remedy: how the user can ask for less of it, for the error.
 
     Raises:
         NotEnoughMemoryError: the system refuses.
@@ -48,9 +48,9 @@ def zero_pages(num_bytes: int, purpose: str, remedy: str) -> Tensor:
 
 
 def shared_pages(num_bytes: int, purpose: str, remedy: str) -> Tensor:
-    """Return uint8 [num_bytes] as `zero_pages`, but small ones share a mapping.
+    """Return uint8 [num_bytes] as `zero_pages` does, but small pieces share a mapping.
 
-    The mapping goes back to the system when all of them are free.
+    The mapping goes back to the system when all pieces in it are free.
     """
     piece = _shared.take(num_bytes) if num_bytes <= _SHARED // 4 else None
     return zero_pages(num_bytes, purpose, remedy) if piece is None else piece

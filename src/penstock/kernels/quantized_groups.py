@@ -11,14 +11,18 @@ ACTIVATION_GROUP = 128
 
 
 def default_group_size(bits: int, in_size: int) -> int:
-    """Return one group per row for 8 bits; for 4 the size that `benchmarks/quantized_perplexity.py` chose."""
+    """Return the size of the groups of weights that are quantised at load.
+
+    With 8 bits a group is a whole row. With 4 bits it has the size that `benchmarks/quantized_perplexity.py`
+    chose.
+    """
     return in_size if bits == 8 else min(INT4_GROUP_SIZE, in_size)
 
 
 def activation_group(group_size: int, in_size: int) -> int:
     """Return how many inputs have activations that are rounded together.
 
-    They are a group of the weights, or 128 where that is a multiple of it or the whole row.
+    They are a group of the weights. If that is the whole row, or a multiple of 128, they are 128.
     """
     is_wide = group_size >= in_size or group_size % ACTIVATION_GROUP == 0
     return ACTIVATION_GROUP if is_wide else group_size

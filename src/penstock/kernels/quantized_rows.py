@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.distributed.share import Share
 from penstock.kernels.quantized_groups import activation_group
 
-_SMALLEST = 1e-36  # of an activation group that is not taken for zero: 127 / absmax must be finite
+_SMALLEST = 1e-36  # a group of activations with a smaller absmax counts as zeros: 127 / absmax must be finite
 _CHUNK = 1 << 18  # numbers that are worked on at a time: they stay in cache through all steps of a search
 _STEPS = (8.0, 7.7, 7.4, 8.3, 7.1, 6.8, 6.4)  # the largest weight of a group lies that many steps from zero
 
@@ -67,9 +67,9 @@ class QuantizedRows:
 def quantize_rows(rows: Tensor, bits: int, group_size: int) -> QuantizedRows:
     """Quantise a matrix symmetrically: zeros is None, scales are bfloat16.
 
-    8 bits: the largest magnitude of a group becomes 127. 4 bits: of several scales the one with the least
-    squared error, each moved to its least-squares optimum; a scale's sign lets the largest weight use the
-    longer side, -8.
+    8 bits: the largest magnitude of a group becomes 127. 4 bits: several scales are tried, each moved to its
+    least-squares optimum, and the one with the least squared error is taken. The sign of a scale is such that
+    the largest weight is on the longer side of the range, where -8 is.
 
     Args:
         rows: [n, in_size] of any float dtype, finite.
@@ -112,7 +112,7 @@ def round_activations(x: Tensor, group_size: int) -> Tensor:
     in_size = x.shape[-1]
     grouped = _grouped(x.float(), activation_group(group_size, in_size))
     absmax = grouped.abs().amax(-1, keepdim=True)
-    # A true division: `127 / absmax` would be 127 times the rounded 1 / absmax, and the kernel's is not.
+    # A tensor is divided: torch computes `127 / absmax` as 127 times the rounded 1 / absmax, the kernel not.
     inverse = torch.where(absmax < _SMALLEST, 0.0, torch.full_like(absmax, 127.0) / absmax)
     scale = torch.where(absmax < _SMALLEST, 0.0, absmax / torch.full_like(absmax, 127.0))
     rounded = (grouped * inverse).round() * scale

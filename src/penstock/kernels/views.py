@@ -29,7 +29,7 @@ class KeptViews(Generic[K, V]):
         return len(self._views)
 
     def clear(self) -> None:
-        """Make all anew from now on."""
+        """Forget all views, so that each is made anew."""
         self._views.clear()
 
     def of(self, key: K) -> V:

@@ -10,8 +10,8 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 
 FLOAT32 = 0
 BFLOAT16 = 1
-FLOAT16 = 2  # only of scales
-BLOCKS = 0  # in place of a number of bits
+FLOAT16 = 2  # only scales can have it
+BLOCKS = 0  # in place of a number of bits, for block formats
 
 SILU, GELU_TANH = 1, 2  # gates; 0: none
 PLAIN_NORM, WIDE_NORM, ONE_PLUS_NORM = 0, 1, 2

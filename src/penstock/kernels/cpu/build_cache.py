@@ -1,8 +1,9 @@
 """The folder where built kernel libraries are kept between runs, which is shared with no other user.
 
-Called by `compiler`. A library's name carries its key, size and sha256, so that one rename makes it whole and
-a truncated or altered file is noticed. A folder that others could write to is not used, neither for reading
-nor for writing: a library that is placed there runs in our name. Does not compile. Never imports torch.
+Called by `compiler`. A library gets its name by one rename when it is whole. The name has its key, size and
+sha256, so that a truncated or altered file is noticed. A folder that others could write to is not used,
+neither for reading nor for writing: a library that is placed there runs in our name. Does not compile. Never
+imports torch.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class FolderUnusableError(Exception):
 
 
 def cache_folder(environ: Mapping[str, str], part: str = "kernels") -> Path:
-    """Return $PENSTOCK_CACHE_DIR, else $XDG_CACHE_HOME/penstock, else ~/.cache/penstock; with `part`.
+    """Return `part` in $PENSTOCK_CACHE_DIR, else in $XDG_CACHE_HOME/penstock, else in ~/.cache/penstock.
 
     A relative $XDG_CACHE_HOME is passed over, as the XDG base directory specification asks. Raises
-    `FolderUnusableError` where the user has no home.
+    `FolderUnusableError` if none of them can be had, since the user has no home.
     """
     own, xdg, home = (environ.get(name, "") for name in ("PENSTOCK_CACHE_DIR", "XDG_CACHE_HOME", "HOME"))
     if own:
@@ -46,9 +47,9 @@ def cache_folder(environ: Mapping[str, str], part: str = "kernels") -> Path:
 
 
 def trusted_folder(folder: Path) -> Path:
-    """Return the folder with its links resolved, made where it is missing, if only we can write to it.
+    """Return the folder with its links resolved; make it if it is missing.
 
-    Raises `FolderUnusableError`.
+    Raises `FolderUnusableError` if that fails, or if others can write to the folder.
     """
     try:
         real = Path(os.path.realpath(folder))
@@ -80,7 +81,7 @@ class BuildCache:
 
     @contextmanager
     def locked(self, wait_seconds: float) -> Iterator[None]:
-        """Hold the folder's lock; after the wait go on without it, for it saves work and no more.
+        """Hold the folder's lock, or after the wait go on without it: the lock only saves double work.
 
         Raises `FolderUnusableError` if the folder cannot be written to.
         """
@@ -179,7 +180,10 @@ def _remove(path: Path) -> None:
 
 
 def _wait_for_lock(handle: int, deadline: float) -> None:
-    """Take flock by polling: a blocking call could not be bounded. Without locks go on without one."""
+    """Take the lock by polling, since a blocking call could not be bounded in time.
+
+    Return without it at the deadline, or on a file system that has no locks.
+    """
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,9 +1,10 @@
 """A tensor group over shared memory: its sum is a kernel, and so can be recorded on a tape.
 
-    memory    a line for the group, a line for each rank; two buffers for each rank     (csrc/collective.cpp)
+    memory    a cache line for the group and one for each rank, then two buffers for each rank
 
-The ranks may be processes that map the same memory, or threads. The memory belongs to an epoch and is joined
-anew in each (`SharedGroup.join`); what was recorded goes on, since it points to the rank's own `GroupState`.
+csrc/collective.cpp says how the memory is laid out. The ranks may be processes that map the same memory, or
+threads. Each epoch has memory of its own, which a rank joins (`SharedGroup.join`). A recorded call stays
+valid, since it points to the rank's `GroupState`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from penstock.kernels.cpu import abi
 from penstock.kernels.cpu.ops import CpuKernels
 
 SPIN_NS = 50_000  # about what a sleep costs
-# A rank that sleeps is woken late, and then it is the one that the others wait and go to sleep for.
+# With cores of its own a rank spins longer: one that sleeps is woken late, and then the others wait for it
+# and fall asleep in turn.
 OWN_CORE_SPIN_NS = 1_000_000
 
 
@@ -29,7 +31,7 @@ class SharedGroup(Rehearsed):
     """A rank's place in a group over shared memory.
 
     Args:
-        name: for messages, such as "stage 1".
+        name: name of the group in error messages, such as "stage 1".
         timeout_s: deadline of every wait.
         has_own_cores: no other process wants the core while this rank waits.
     """
@@ -72,7 +74,7 @@ class SharedGroup(Rehearsed):
     def rehearsing(self) -> Iterator[None]:
         """Let this rank make calls alone within the context, to see how long they take.
 
-        The group counts as failed within it, since kernels do nothing where a call before has failed.
+        Within it the group counts as failed: after a failed call the kernels do nothing.
         """
         self._state.outcome = abi.GROUP_OVER
         try:
@@ -95,7 +97,7 @@ class SharedGroup(Rehearsed):
         return list(y)
 
     def check(self) -> None:
-        """Raise the error that a call has met since `join`, recorded calls too."""
+        """Raise the error that a call, recorded or not, has met since `join`."""
         if self._state.outcome and not self.is_rehearsing:
             is_over = self._state.outcome == abi.GROUP_OVER
             raise missed(self._name, [self._state.absent], None if is_over else self._timeout_s)

@@ -1,4 +1,4 @@
-"""Builds the kernel library for the very machine: compiler, flags, one process per source, cache.
+"""Builds the kernel library for this very machine: compiler, flags, one process per source, cache.
 
 Called by `library` on first use and by `penstock kernels build`. `build` never raises for what a machine can
 be like: no compiler, one that fails or hangs, a folder that cannot be written to; it says so in a `NotBuilt`,
@@ -28,7 +28,7 @@ from penstock.kernels.cpu.compiler_jobs import Job, JobFailedError, answer_of, r
 from penstock.kernels.cpu.targets import NATIVE, Target
 
 SOURCES = Path(__file__).parent / "csrc"
-BUILD_SECONDS = 180.0  # of two slow cores that have other work; 12 of a fast one
+BUILD_SECONDS = 180.0  # enough for two slow cores that have other work; one fast core takes 12
 PROBE_SECONDS = 10.0
 _ARITHMETIC_DIGITS = 8
 COMPILER_NAMES = ("g++", "c++", "clang++")  # g++ first: its OpenMP runtime is the one that torch has
@@ -59,10 +59,14 @@ _REMEDIES: dict[Cause, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The machine to compile for: the CPU's architecture (`uname -m`), its flags, sorted, and usable cores.
+    """The machine to compile for.
 
     Attributes:
-        cpu_model: numbers of its maker and model, which decide what a compiler tunes for.
+        architecture: architecture of the CPU, as `uname -m` gives it.
+        cpu_flags: flags of the CPU, sorted.
+        num_cores: number of cores that this process may use.
+        cpu_model: maker, family and model of the CPU, for which a compiler tunes, as /proc/cpuinfo numbers
+            them.
     """
 
     architecture: str
@@ -126,11 +130,11 @@ class Built:
 
     Attributes:
         sources: name -> bytes of the files that it was built from.
-        arithmetic: digest of all that decides the bits of its results: with equal ones, and where equal
-            instructions are used, two libraries give the same.
+        arithmetic: digest of all that decides the bits of its results. Two libraries with equal digests that
+            use the same instruction sets give the same bits.
         seconds: how long the build took; 0 if it was in the cache.
         not_kept: why it could not be put into the cache, or "".
-        private_folder: what to remove once the library is loaded, where it is not in the cache.
+        private_folder: folder to remove once the library is loaded; None: the library is in the cache.
     """
 
     path: Path
@@ -211,7 +215,7 @@ def build(
         environ: the environment: which compiler, flags and folder (see above), and PATH for the compiler.
         target: the instructions of the machine's CPU that it may use.
         sources: the directory whose *.cpp, with its *.h, make up the library.
-        seconds: after which a compilation is given up, and the wait for another process's.
+        seconds: time after which a compilation is given up, and the wait for that of another process too.
     """
     try:
         order = _order(environ, machine, target, sources, seconds)
@@ -224,7 +228,7 @@ def build(
 
 
 def build_key(environ: Mapping[str, str], machine: Machine) -> str:
-    """Return the name of the library that `build` would give, or "". Compiles nothing."""
+    """Return the key of the library that `build` would give; "": it would give none. Compiles nothing."""
     try:
         return _order(environ, machine, NATIVE, SOURCES, BUILD_SECONDS).key
     except _RefusedError:
@@ -272,7 +276,10 @@ def _check_cpu(machine: Machine, extra: Sequence[str]) -> None:
 
 
 def find_compiler(environ: Mapping[str, str]) -> Compiler:
-    """Return the first compiler that is there; it must say what it is. Raises `_RefusedError`."""
+    """Return the first compiler that is installed.
+
+    Raises `_RefusedError` if there is none, or if it does not report version and target.
+    """
     command = _command(environ)
     try:
         version, target = (
@@ -335,8 +342,8 @@ def _arithmetic(
 ) -> str:
     """Return the digest of all that decides the bits of a library's results (`Built.arithmetic`).
 
-    A compiler joins products and sums to single instructions, which round once, as it sees fit for the CPU
-    that it tunes for; and the C library's sines are its own.
+    The compiler counts, and the CPU that it tunes for: they decide which products and sums become single
+    instructions, which round once. The C library counts, since it computes the sines.
     """
     digest = hashlib.sha256()
     tuned_for = machine.cpu_model if _is_for_this_cpu(flags) else ""
@@ -423,9 +430,7 @@ def _compile(order: _Order, directory: Path) -> tuple[Path, float]:
 
 
 def _units(sources: Mapping[str, bytes]) -> list[str]:
-    """Return the sources that are compiled by themselves, the longest first, so that no core waits at the
-    end.
-    """
+    """Return the sources that are compiled one by one, the longest first: then no core waits at the end."""
     units = [name for name in sources if name.endswith(".cpp")]
     return sorted(units, key=lambda name: -len(sources[name]))
 

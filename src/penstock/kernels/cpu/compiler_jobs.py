@@ -99,7 +99,7 @@ def answer_of(command: Sequence[str], *, seconds: float, environ: Mapping[str, s
 def start(command: Sequence[str], environ: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
     """Start a process with messages in English. Raises `JobFailedError`.
 
-    What is preloaded into this process (an allocator, a sanitizer) is nothing to the compiler.
+    What is preloaded into this process (an allocator, a sanitizer) is not preloaded into the compiler.
     """
     passed_on = {name: value for name, value in environ.items() if name != "LD_PRELOAD"}
     try:

@@ -20,9 +20,10 @@ class ExpertsShape:
     """The experts of a layer, and which of them a rank has.
 
     Attributes:
-        num_own: experts from `first_own` on, at least one; besides these the shared one, if there is one.
+        num_own: number of the rank's experts, from `first_own` on; at least one. The shared expert, if there
+            is one, is not counted.
         normalized: the weights of the chosen experts are scaled so that their sum is 1.
-        is_shared_gated: the last logit weights the shared expert.
+        is_shared_gated: the weight of the shared expert is the sigmoid of the last logit; else it is 1.
     """
 
     hidden_size: int
@@ -86,7 +87,10 @@ class ExpertTables:
 
 
 def have_one_form(gate_up: Sequence[Product], down: Sequence[Product]) -> bool:
-    """Return whether one call can take them all: plain, or of equal bits and input groups of one size."""
+    """Return whether one call can take all experts.
+
+    Their weights must be all plain, or all quantised to as many bits, with equal groups in `gate_up`.
+    """
     is_one_input = len({_group_size(product) for product in gate_up}) == 1
     return is_one_input and len({_bits(product) for product in (*gate_up, *down)}) == 1
 

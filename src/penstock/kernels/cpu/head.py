@@ -1,7 +1,7 @@
 """The vocabulary head on the CPU: logits and their best candidates in one pass over the packed weight.
 
-A model's `compute_candidates` asks `Head`; the work is done by `csrc/head.cpp`. Answers like
-`candidates.head_output_of`, whose values it uses.
+A model's `compute_candidates` asks `Head`; the work is done by `csrc/head.cpp`. It gives the same answers as
+`candidates.head_output_of`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def dense_product(weight: int, in_size: int, vocab_size: int, dtype: torch.dtype
 class Head:
     """Answers requests about logits.
 
-    The data of a call are kept until another request comes; under a steady load, the same one comes at every
-    step.
+    The arguments of a call are kept until another request comes. Under a steady load the same request comes
+    at every step.
 
     Args:
         library: the kernels.
@@ -61,7 +61,7 @@ class Head:
             curve: from the product to logits; always the same.
 
         Returns:
-            Candidates in memory that the next answer to the same request writes again.
+            The answer. Its candidates lie in memory that the next answer to the same request overwrites.
         """
         if self._call is None or self._call.request is not request:
             self._call = _Call(request, product.out_size, curve)

@@ -79,7 +79,11 @@ class LibraryError(Exception):
 
 
 def parse_kernels(text: str) -> KernelChoice:
-    """Return all kernels for `auto`, none for `off`, all but some for `-attention,-head`; or `UsageError`."""
+    """Return all kernels for `auto`, none for `off`, all but some for a text such as `-attention,-head`.
+
+    Raises:
+        UsageError: it is another text.
+    """
     if text in ("auto", "off"):
         return KernelChoice(frozenset(KERNEL_NAMES if text == "auto" else ()))
     words = [word.strip() for word in text.split(",")]
@@ -94,7 +98,7 @@ def parse_kernels(text: str) -> KernelChoice:
 
 
 def load(kernels: str = "auto", numeric_class: str = AUTO) -> LoadedKernels:
-    """Return the library for this machine, built if it has to be; the same for every later call and thread.
+    """Return the library for this machine, built if it has to be; every later call and thread gets the same.
 
     Args:
         kernels: see `parse_kernels`; only with every kernel off is nothing loaded. Raises `UsageError`.
@@ -195,7 +199,7 @@ def _type(words: list[str]) -> Any:
 
 
 def self_test(library: ctypes.CDLL) -> str:
-    """Multiply two rows by a small packed matrix in each type; returns what the library was built for.
+    """Test a library on a known product in each dtype; return the instruction sets that it was built for.
 
     All numbers are small whole ones, so the product is exact. Raises `LibraryError`.
     """
@@ -235,7 +239,10 @@ def _product(
 
 
 def _numbers(rows: list[list[float]], dtype: int) -> ctypes.Array[ctypes.c_char]:
-    """Return row after row; bfloat16 is the upper half of a float, all of it for small whole numbers."""
+    """Return the numbers of all rows as bytes.
+
+    A bfloat16 number is the upper half of a float, whose lower half is 0 for small whole numbers.
+    """
     flat = [value for row in rows for value in row]
     content = struct.pack(f"<{len(flat)}f", *flat)
     if dtype == BFLOAT16:

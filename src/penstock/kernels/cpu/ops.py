@@ -44,8 +44,9 @@ class Turning:
     """The rotation of queries and keys by the angles of their positions.
 
     Attributes:
-        interleaved: the pairs that are turned are neighbours, not half of the rotated dimensions apart.
-        grows: queries are multiplied by the number behind the angles of their token.
+        interleaved: the dimensions of a pair are neighbours; else half of the rotated dimensions lie between
+            them.
+        grows: queries are multiplied by the number that follows the angles of their token.
     """
 
     interleaved: bool = False
@@ -57,12 +58,12 @@ HALVES = Turning()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sight:
-    """The view of a layer's queries on the keys.
+    """How the queries of a layer see the keys.
 
     Attributes:
         scale: factor of the scores.
-        soft_cap: then cap * tanh(score / cap); 0: none.
-        window: a token sees itself and window - 1 before it; 0: all.
+        soft_cap: a scaled score then becomes cap * tanh(score / cap); 0: there is no cap.
+        window: a token sees itself and window - 1 tokens before it; 0: all before it.
         sinks: [num_heads] float32, one more score for each query head, not scaled or capped: it takes part in
             the softmax, and has no value. None: there are none.
     """
@@ -77,9 +78,9 @@ class Sight:
 class AttentionParts:
     """The unfinished results of consecutive segments of every row's context (`csrc/abi.h`), all float32.
 
-    A segment is `abi.SEGMENT_TOKENS` positions, counted from position 0. Scores are in powers of 2: a score
-    as the softmax takes it, times log2(e). Where a query sees nothing of a segment, `largest` is -1e29 and
-    the rest is 0.
+    A segment is `abi.SEGMENT_TOKENS` positions, counted from position 0; fewer if the size of blocks is no
+    multiple of 16. Scores are in powers of 2: a score as the softmax takes it, times log2(e). Where a query
+    sees nothing of a segment, `largest` is -1e29 and the rest is 0.
 
     Attributes:
         values: [num_segments, num_tokens, num_heads, value_dim], sums of 2^(score - largest) value.
@@ -93,14 +94,14 @@ class AttentionParts:
 
     @classmethod
     def empty(cls, num_segments: int, num_tokens: int, num_heads: int, value_dim: int) -> AttentionParts:
-        """Return memory for results."""
+        """Return memory for results, not yet written."""
         sizes = (num_segments, num_tokens, num_heads)
         values = torch.empty(*sizes, value_dim)
         return cls(values=values, largest=torch.empty(sizes), total=torch.empty(sizes))
 
     @classmethod
     def join(cls, parts: Sequence[AttentionParts]) -> AttentionParts:
-        """Return the segments of all parts, which ascend, as one."""
+        """Return all parts as one; the segments of each follow those of the part before it."""
         return cls(
             values=torch.cat([part.values for part in parts]),
             largest=torch.cat([part.largest for part in parts]),
@@ -138,7 +139,7 @@ class CpuKernels:
 
     @contextmanager
     def recording(self, tape: Tape) -> Iterator[None]:
-        """Take down calls within the context and do not run them; all tensors have `tape.num_tokens` rows."""
+        """Record calls within the context and do not run them; all results have `tape.num_tokens` rows."""
         self._tape = tape
         try:
             yield
@@ -148,7 +149,7 @@ class CpuKernels:
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, *, out_size: int, gated: int = 0
     ) -> Tensor:
-        """Return x W^T + bias; gated: silu(gate) * up of the two halves, or with gelu.
+        """Return x W^T + bias; if gated, silu(gate) * up of the two halves of this, or gelu(gate) * up.
 
         Args:
             x: [num_tokens, in_size].
@@ -231,9 +232,10 @@ class CpuKernels:
 
         Args:
             x: [num_tokens, hidden_size].
-            logits: [num_tokens, num_experts], and one more, its own, if the shared expert has a gate.
+            logits: [num_tokens, num_experts], and one column more if the shared expert has a gate.
             choice: weights (float32) and numbers of each token's experts, two [num_tokens, num_chosen]; None:
-                by a softmax of the logits. With a choice a step is not recorded, and no expert has a gate.
+                the kernel chooses them by a softmax of the logits. With a choice the call cannot be recorded,
+                and the shared expert must have no gate.
         """
         shape = tables.shape
         is_gated = shape.has_shared and shape.is_shared_gated
@@ -320,7 +322,11 @@ class CpuKernels:
         self._call("penstock_group_norm", args, len(x))
 
     def sums_of_squares(self, *parts: Tensor) -> Tensor:
-        """Return [num_tokens, len(parts)] float32 of parts [num_tokens, any size]."""
+        """Return the sum of the squares of each token in each part: [num_tokens, len(parts)] float32.
+
+        Args:
+            parts: [num_tokens, any size].
+        """
         squares = self._output(parts[0], len(parts), torch.float32)
         for column, x in enumerate(parts):
             assert _has_contiguous_rows(x)
@@ -369,8 +375,8 @@ class CpuKernels:
         """Return cosines, then sines, of positions times frequencies: [num_tokens, rotary_dim] float32.
 
         Args:
-            growth: growth of queries, and the context from which on they grow; with one there is a column
-                more.
+            growth: growth of queries, and the context beyond which they grow. If the growth is not 0, there
+                is a column more, the factor of the token's queries.
         """
         angles = self._output(positions, rotary_dim + (growth[0] != 0), torch.float32)
         args = abi.RopeAnglesArgs(
@@ -448,7 +454,7 @@ class CpuKernels:
         Blocks of other segments are not read: their entries in the block tables may be anything.
 
         Args:
-            qkv, kv: as for `attention`, behind `rope_store`.
+            qkv, kv: as for `attention`, after `rope_store`.
             segments: numbers of segments, counted from position 0 on.
 
         Returns:
@@ -508,7 +514,10 @@ class CpuKernels:
         return y
 
     def gather(self, ids: Tensor, weight: Tensor, *, in_size: int, out_size: int) -> Tensor:
-        """Return rows `ids` of a packed matrix: [num_tokens, in_size]."""
+        """Return rows `ids` of a packed matrix: [num_tokens, in_size].
+
+        An id that the matrix does not have gives zeros.
+        """
         y = self._output(ids, in_size, weight.dtype)
         args = abi.GatherArgs(
             weight=weight.data_ptr(),

@@ -1,9 +1,8 @@
 """A tape is a recorded list of kernel calls, which is replayed for every step.
 
 A forward pass of a stage is some eight kernel calls a layer, always with the same arguments: memory stays
-where it is, and all that changes is in `Step`. So the layers run once in front of a `Tape`, which takes down
-what they call, and from then on `replay` runs the list without Python in between. (CUDA
-graphs do the same for a GPU.)
+where it is, and all that changes is in `Step`. So the layers run once while a `Tape` records their calls, and
+from then on `replay` runs the list without Python in between. (CUDA graphs do the same for a GPU.)
 """
 
 from __future__ import annotations
@@ -24,11 +23,12 @@ from penstock.kernels.pages import zero_pages
 class Tape:
     """A list of calls and the memory of their outputs.
 
-    The n-th output of a width and dtype takes the same memory in every layer: what one layer leaves to the
-    next is read before it is written again, for all layers ask for their hidden states in the same order.
+    The n-th output of a width and dtype takes the same memory in every layer. All layers ask for their
+    outputs in the same order, so that what one layer leaves to the next is read before its memory is written
+    again.
 
     Args:
-        num_tokens: the most that a step can have; all outputs are made for as many.
+        num_tokens: the most tokens that a step can have; all outputs are made for as many.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -55,7 +55,7 @@ class Tape:
         return self._outputs[key]
 
     def add(self, kernel: int, args: ctypes.Structure) -> None:
-        """Take down a call: the kernel's address and its arguments, which must never change."""
+        """Record a call: the kernel's address and its arguments, which must never change."""
         self._calls.append((kernel, args))
 
     def finish(self, library: ctypes.CDLL, kept: Iterable[object] = ()) -> None:
@@ -63,7 +63,7 @@ class Tape:
 
         Args:
             library: the library of the kernels.
-            kept: whatever else the calls' pointers point to.
+            kept: further objects to which the calls' pointers point; the tape keeps them alive.
         """
         calls = [Call(kernel, ctypes.addressof(args)) for kernel, args in self._calls]
         array = (Call * len(calls))(*calls)

@@ -21,10 +21,10 @@ class Target:
     """The CPU for which a library can be built.
 
     Attributes:
-        architecture: as `uname -m` says it; "": of this machine.
+        architecture: architecture of the CPU, as `uname -m` gives it; "": that of this machine.
         flags: flags of the compiler, which replace those for this very machine.
         needs: flags of the CPU that runs it, in the words of /proc/cpuinfo.
-        isa: what the library then says of itself (`csrc/run.cpp`); "": that is up to the machine.
+        isa: instruction sets that the library then reports (`csrc/run.cpp`); "": those depend on the machine.
     """
 
     name: str
