@@ -112,7 +112,7 @@ def with_mtp(spec: ModelSpec, config: ConfigFields, num_layers: int) -> ModelSpe
 
 
 def _dense_layers(config: ConfigFields, num_layers: int, first: int) -> frozenset[int]:
-    """Return the layers with a plain MLP: the first, and those whose number is no multiple of the step."""
+    """Return the layers with a plain MLP: the first, and those whose number the step does not divide."""
     first = config.integer("first_k_dense_replace", 0, _MAX_LAYERS, first)
     step = config.integer("moe_layer_freq", 1, _MAX_LAYERS, 1)
     return frozenset(layer for layer in range(num_layers) if layer < first or layer % step)

@@ -199,7 +199,7 @@ def _type(words: list[str]) -> Any:
 
 
 def self_test(library: ctypes.CDLL) -> str:
-    """Test a library on a known product in each dtype; return the instruction sets that it was built for.
+    """Compare a known product in each dtype; return the instruction sets that the library was built for.
 
     All numbers are small whole ones, so the product is exact. Raises `LibraryError`.
     """

@@ -58,7 +58,7 @@ HALVES = Turning()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sight:
-    """How the queries of a layer see the keys.
+    """The way in which the queries of a layer see the keys.
 
     Attributes:
         scale: factor of the scores.
@@ -78,8 +78,8 @@ class Sight:
 class AttentionParts:
     """The unfinished results of consecutive segments of every row's context (`csrc/abi.h`), all float32.
 
-    A segment is `abi.SEGMENT_TOKENS` positions, counted from position 0; fewer if the size of blocks is no
-    multiple of 16. Scores are in powers of 2: a score as the softmax takes it, times log2(e). Where a query
+    A segment is `abi.SEGMENT_TOKENS` positions, counted from position 0; fewer if the size of blocks is not
+    a multiple of 16. Scores are in powers of 2: a score as the softmax takes it, times log2(e). Where a query
     sees nothing of a segment, `largest` is -1e29 and the rest is 0.
 
     Attributes:
