@@ -12,7 +12,7 @@
 
 constexpr int32_t kFloat32 = 0;
 constexpr int32_t kBFloat16 = 1;
-constexpr int32_t kFloat16 = 2;  // only of scales
+constexpr int32_t kFloat16 = 2;  // only scales can have it
 
 struct Step {
     int64_t num_tokens;
@@ -34,12 +34,13 @@ struct Call {
     const void* args;
 };
 
-// What becomes of a gate before it is multiplied with what it lets through; 0 = there is none.
+// The function of a gate; its result is multiplied with the up projection. 0 = there is no gate.
 constexpr int32_t kSilu = 1;
 constexpr int32_t kGeluTanh = 2;
 
-// y = x W^T + bias over all tokens of the step. W is packed (panels.h); with `gated`, columns of W are
-// [gate | up] interleaved by halves of a panel and y = silu(gate) * up, or with gelu, has out_size / 2 columns.
+// y = x W^T + bias over all tokens of the step. W is packed (panels.h). With `gated`, the columns of W are those of
+// gate and up, interleaved by halves of a panel (epilogue.h), and y is silu(gate) * up or gelu(gate) * up, which has
+// out_size / 2 columns.
 struct LinearArgs {
     const void* x;
     int64_t x_stride;
@@ -69,16 +70,16 @@ struct HeadLinearArgs {
     int32_t reserved;
 };
 
-constexpr int32_t kBlocks = 0;  // in place of a number of bits
+constexpr int32_t kBlocks = 0;  // in place of a number of bits, for block formats
 
 // Panels of unsigned 8- or 4-bit weights: w = scale * (q - zero), per output and group of `group_size` inputs.
 // Activations are rounded to int8 per row and group, so a row depends on nothing but itself.
 struct QuantizedLinearArgs {
     const void* x;
     int64_t x_stride;
-    const uint8_t* weight;  // quantized.h
-    const void* scales;     // quantized.h
-    const void* zeros;      // quantized.h; null: the middle of the range, 128 or 8
+    const uint8_t* weight;  // packed as quantized.h says, and so are scales and zeros
+    const void* scales;
+    const void* zeros;  // null: the middle of the range, 128 or 8
     const void* bias;
     void* y;
     int64_t y_stride;
@@ -88,11 +89,11 @@ struct QuantizedLinearArgs {
     void* scratch;       // rounded activations of the step: token_bytes of QuantizedSizes for each token
     int32_t bits;   // 8 or 4; kBlocks: block formats (blocks.h), `weight` is the table of panels, scales are not used
     int32_t dtype;  // of x, bias and y
-    int32_t gated;  // as above
+    int32_t gated;  // as in LinearArgs
     int32_t scale_dtype;  // kFloat32, kBFloat16 or kFloat16
 };
 
-// What a packed matrix and a step take, in bytes. Memory for weight, scales and zeros starts out as zero.
+// The bytes that a packed matrix takes, and a token of a step. Memory for weight, scales and zeros starts out as zero.
 struct QuantizedSizes {
     int64_t weight_bytes;
     int64_t scale_bytes;
@@ -170,9 +171,9 @@ struct GroupNormArgs {
     void* x;
     int64_t x_stride;
     const void* weight;    // [size]
-    const float* squares;  // first of a token's sum of squares over all ranks; null: the group's own
+    const float* squares;  // the first token's sum of squares over all ranks, for all groups; null: each group's own
     int64_t squares_stride;
-    int64_t squared_size;  // of so many numbers
+    int64_t squared_size;  // how many numbers this sum has
     int64_t num_groups;
     int64_t size;
     float eps;
@@ -210,7 +211,7 @@ struct ScaleArgs {
 };
 
 // cosines and sines of the step's positions: [num_tokens, 2, rotary_dim / 2] float32, rounded to `dtype`. With growth
-// one more number behind those of each token: by how much its queries are larger, which is not rounded.
+// there is one number more behind those of each token: the factor of its queries, which is not rounded.
 struct RopeAnglesArgs {
     const float* frequencies;  // [rotary_dim / 2] radians per position
     float* angles;
@@ -232,9 +233,9 @@ struct RopeStoreArgs {
     int64_t head_dim;
     int64_t block_size;
     int32_t dtype;
-    int32_t rotary_dim;  // of a head, its first dims; the others are left as they are. 0 = all
-    int32_t interleaved;  // pairs are neighbours in qkv; once rotated they are half a rotary_dim apart, as all others
-    int32_t grows;        // angles have the queries' growth behind them
+    int32_t rotary_dim;   // how many dims of a head are rotated: the first ones. 0 = all
+    int32_t interleaved;  // pairs are neighbours in qkv. Rotated, they are half a rotary_dim apart, as without this
+    int32_t grows;        // the factor of a token's queries follows its angles
 };
 
 constexpr int64_t kSegmentTokens = 1024;
@@ -253,15 +254,16 @@ struct AttentionParts {
 
 // Causal attention of the step's queries over the blocks of their rows.
 struct AttentionArgs {
-    const void* qkv;  // as above; queries are rotated, keys and values already stored
-    const void* kv;
+    const void* qkv;  // as in RopeStoreArgs; queries are rotated, keys and values already stored
+    const void* kv;   // as in RopeStoreArgs
     void* y;  // [num_tokens, num_heads * head_dim]
     int64_t num_heads;
     int64_t num_kv_heads;
     int64_t head_dim;
     int64_t block_size;
-    int64_t value_dim;  // of latent vectors, kv [slot][head_dim], whose fronts are the values: qkv then has one key
-                        // behind the queries, and y [num_tokens, num_heads * value_dim]; 0 = keys and values apart
+    int64_t value_dim;  // 0 = keys and values are apart. Else kv has latent vectors, [slot][head_dim], of which the
+                        // first value_dim numbers are the value, qkv has one key behind the queries, and y is
+                        // [num_tokens, num_heads * value_dim]
     int64_t window;     // a token sees itself and window - 1 before it; 0 = all
     float scale;        // of the scores, before the cap
     float soft_cap;    // cap * tanh(score / cap); 0 = none
@@ -269,8 +271,8 @@ struct AttentionArgs {
     int32_t reserved;
     const float* sinks;  // [num_heads] of each head one more score, not scaled or capped, of a token without a value;
                          // null: none
-    const AttentionParts* parts;  // null: all segments, merged, to y. Else these segments go there, without sinks, y is
-                                  // not written, and blocks of other segments are not read
+    const AttentionParts* parts;  // null: all segments are merged to y. Else the results of these segments go here,
+                                  // without sinks, y is not written, and blocks of other segments are not read
 };
 
 // y = what attention makes of all its segments: parts [first_segment, end_segment) merged in ascending order. Bit for
@@ -285,7 +287,7 @@ struct MergePartsArgs {
     int32_t reserved;
 };
 
-// Rows of a packed matrix as vectors (a tied embedding): y[t] = W[input_ids[t]], zeros for an id that it has not.
+// Rows of a packed matrix as vectors (a tied embedding): y[t] = W[input_ids[t]], zeros for an id that W does not have.
 struct GatherArgs {
     const void* weight;
     void* y;
@@ -301,9 +303,9 @@ struct ZeroArgs {
     int64_t row_bytes;
 };
 
-// Logits of rows of hidden states, and the best candidates of each in the same pass: head.cpp. One of `dense` and
-// `quantized` is given; its y, bias and gate are not used. Of candidates that are missing (fewer logits are above
-// minus infinity, or the row is not finite) the value is minus infinity and the id -1.
+// Logits of rows of hidden states, and the best candidates of each row in the same pass: head.cpp. One of `dense` and
+// `quantized` is given; its y, bias and gate are not used. If a row has fewer candidates (fewer logits are above minus
+// infinity, or the row is not finite), those that are missing have minus infinity as their value and the id -1.
 struct HeadArgs {
     const LinearArgs* dense;
     const QuantizedLinearArgs* quantized;
@@ -319,7 +321,7 @@ struct HeadArgs {
     float* values;  // [num_rows, width]
     int64_t* ids;   // [num_rows, width]
     int64_t width;
-    uint8_t* is_finite;  // [num_rows] 1 = all logits were, before bias and mask
+    uint8_t* is_finite;  // [num_rows] 1 = all logits are finite, before bias and mask
     float multiplier;    // of every logit
     float soft_cap;      // then cap * tanh(logit / cap); 0 = none
 };
@@ -364,14 +366,15 @@ struct AllGatherArgs {
 
 constexpr int64_t kMaxExperts = 1024;
 
-// y = the sum over each token's chosen experts of weight * down(silu(gate) * up): experts.cpp. Of the products only
-// weight, sizes and, where quantised, form are used; one of the two pairs of tables is given, [num_own + has_shared]:
-// experts [first_own, first_own + num_own) and the shared one, which all tokens go through.
+// y = the sum over each token's chosen experts of weight * down(silu(gate) * up): experts.cpp. One of the two pairs of
+// tables is given. A table has a product for each of the experts [first_own, first_own + num_own), and then one for the
+// shared expert, which all tokens go through, if there is one. Of a product only the weight, its sizes and the form of
+// its quantisation are used.
 struct ExpertsArgs {
     const void* x;       // [num_tokens, hidden_size]
     const void* logits;  // [num_tokens, num_experts (+ 1)]: the router's, then that of the shared expert's gate
-    const int32_t* chosen;        // [num_tokens, num_chosen], of float weights; null: by a softmax of the logits,
-    const float* chosen_weights;  // which are not read otherwise, but for the gate
+    const int32_t* chosen;        // [num_tokens, num_chosen]; null: experts are chosen by a softmax of the logits. Else
+    const float* chosen_weights;  // these are their weights, and of the logits only that of the gate is read
     void* y;                      // [num_tokens, hidden_size]
     const LinearArgs* gate_up;
     const LinearArgs* down;

@@ -15,7 +15,7 @@ INLINE void transpose(const u32x16* from, u32x16* to) {
     for (int step = 0; step < 4; step++) {
         const u32x16* source = step == 0 ? from : step % 2 ? a : b;
         u32x16* target = step == 3 ? to : step % 2 ? b : a;
-        for (int i = 0; i < 8; i++) {  // lanes of rows i and i + 8 alternate: four times, and columns are rows
+        for (int i = 0; i < 8; i++) {  // interleaves rows i and i + 8; after four such steps columns are rows
             u32x16 first = source[i], second = source[i + 8];
             target[2 * i] = __builtin_shufflevector(first, second, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
             target[2 * i + 1] =

@@ -1,4 +1,5 @@
-// How attention.cpp cuts a ragged batch into items of work, and what each of them sees of its row's context.
+// How attention.cpp cuts a ragged batch into items of work, and what each item sees of the context of its row. A row of
+// the step is a request; the rows of an item are its queries.
 #pragma once
 #include <algorithm>
 #include <numeric>
@@ -7,24 +8,25 @@
 #include "attention.h"
 #include "attention_products.h"
 
-constexpr int64_t kItemRows = 96;       // so many queries share a chunk while it is in the cache,
-constexpr int64_t kItemTiles = 8;       // or as many micro tiles of them, where these are larger
-constexpr int64_t kItemHeads = 8;       // so many KV heads of a block, one after the other, make a long run of memory
+constexpr int64_t kItemRows = 96;       // queries of an item, which share a chunk while it is in the cache;
+constexpr int64_t kItemTiles = 8;       // or as many as so many micro tiles have, where that is more
+constexpr int64_t kItemHeads = 8;       // KV heads of an item at most: in a block they are one long run of memory
 constexpr int64_t kMemoryRows = 8;      // reading a tile costs as much as computing so many rows of it
 constexpr int64_t kMaxShared = 16 << 20;  // floats of partial results of cut items; beyond, nothing more is cut
 constexpr int64_t kParallelCost = 500;  // below, waking threads takes longer than the work
 
-// Consecutive tokens of a row with the query heads of some KV heads. Its rows are (KV head, token, query head).
+// Consecutive tokens of a row of the step, with the query heads of some KV heads. The rows of an item are its queries,
+// in the order (KV head, token, query head).
 struct Item {
-    int64_t row;
+    int64_t row;  // of the step
     int64_t first_head;  // of the KV heads
     int64_t num_heads;
     int64_t first_token;  // of the step
     int64_t num_tokens;
     int64_t first_position;
-    int64_t first_tile;  // of the row's context: what its queries see
+    int64_t first_tile;  // of the row's context: the tiles that a query of the item sees
     int64_t end_tile;
-    int64_t first_chunk;  // what this item computes of it
+    int64_t first_chunk;  // the chunks of the context that this item computes
     int64_t end_chunk;
     int64_t shared;  // where the partial results of its first chunk go, in shared memory; -1: it merges them itself
 
@@ -33,8 +35,8 @@ struct Item {
     }
 };
 
-// Tells items of one step. Positions and tiles are those of a row's context: tiles are counted through its blocks, so
-// that a block whose size is no multiple of 16 ends with a tile in part.
+// Cuts a step into items. Positions and tiles are counted from the beginning of a row's context, and tiles block by
+// block: a block whose size is not a multiple of 16 ends with a tile that is not full.
 class AttentionPlan {
 public:
     // `micro_rows`: so many queries at most are computed at once, as a micro tile.
@@ -63,7 +65,7 @@ public:
         return position / args_.block_size * tiles_per_block_ + offset / kLanes;
     }
 
-    // All items, whole; returns their cost.
+    // Appends all items, none of them cut into ranges of chunks; returns their cost.
     int64_t whole_items(std::vector<Item>& items) const {
         int64_t cost = 0, most = tokens_per_item();
         for (int64_t row = 0; row < step_.num_rows; row++) {
@@ -87,9 +89,10 @@ public:
         return cost;
     }
 
-    // Cuts items that cost more than `most` into their heads, and these into ranges of chunks. Heads that were cut go
-    // to `cut` as well, with their place in shared memory, where a row of values takes `width`; returns its size.
-    // Puts the dearest items first, for a balanced end.
+    // Cuts items that cost more than `most` into their heads, and these into ranges of chunks. A head that was cut is
+    // appended to `cut` as well, with the place of its results in shared memory, where a row of values takes `width`
+    // floats. Puts the dearest items first, so that all threads end at about the same time. Returns the floats of
+    // shared memory that are needed.
     int64_t divide(std::vector<Item>& items, std::vector<Item>& cut, int64_t width, int64_t most) const {
         int64_t size = 0, num_whole = items.size();
         for (int64_t at = 0; at < num_whole; at++) {
@@ -127,7 +130,8 @@ private:
         return item.num_tiles() * item.num_heads * (rows_of_head(item) + kMemoryRows);
     }
 
-    // Appends the pieces of an item of one head. `size` of shared memory is taken; returns what is taken then.
+    // Appends the pieces of an item of one head. `size` floats of shared memory are taken before; returns how many are
+    // taken after.
     int64_t divide_head(Item item, int64_t pieces, int64_t width, int64_t size, std::vector<Item>& items,
                         std::vector<Item>& cut) const {
         int64_t first = item.first_chunk, chunks = item.end_chunk - first;
@@ -153,6 +157,6 @@ private:
     int64_t micro_rows_;
     int64_t group_size_;  // query heads of a KV head
     int64_t tiles_per_block_;
-    int64_t begin_tile_;  // of every row's context: what this call computes
+    int64_t begin_tile_;  // of every row's context: the tiles that this call computes
     int64_t end_tile_;
 };

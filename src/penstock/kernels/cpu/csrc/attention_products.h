@@ -15,12 +15,13 @@ constexpr int kChunk = kTilesPerChunk * kLanes;
 constexpr int kChunksPerSegment = kSegmentTokens / kChunk;
 constexpr int kTilesPerSegment = kChunksPerSegment * kTilesPerChunk;
 constexpr int kRowStride = kChunk + kLanes;  // of scores and weights: rows fall on different sets of the cache
-constexpr float kFloor = -1e29f;             // the largest score of nothing
+constexpr float kFloor = -1e29f;             // the largest score where a query sees nothing
 constexpr float kLog2E = 1.44269504f;
-constexpr float kMasked = -1e30f;            // a score that nobody sees, so far below that its weight is 0
+constexpr float kMasked = -1e30f;            // the score of a masked token, so far below that its weight is 0
 
-// 2^x for x <= 0: 0 far below, exactly 1 at 0, NaN for NaN. Minimax polynomials of 2^f - 1 over half a unit to
-// either side, in relative error: 9e-8 for float32, 1e-4 for weights that are rounded to bfloat16 (4e-3) anyway.
+// 2^x for x <= 0: 0 far below, exactly 1 at 0, NaN for NaN. Minimax polynomials of 2^f - 1 over half a unit to either
+// side of 0. Their relative error is 9e-8 for float32, and 1e-4 for weights in bfloat16, whose rounding has 4e-3
+// anyway.
 INLINE f32r power_series(f32r f, const float*) {
     constexpr auto all = splat<f32r>;
     f32r p = fma(f, all(1.3264727e-3f), all(9.6715127e-3f));
@@ -57,7 +58,7 @@ INLINE Pair<Half> power_of_2(const Pair<Half>& x) {
     return {power_of_2<T>(x.low), power_of_2<T>(x.high)};
 }
 
-// What a product step takes at once of the side that is not a stream of vectors.
+// What a product step takes at once of a query or a row of weights, the side that is not a stream of vectors.
 template <class T>
 struct Factor;
 template <>
@@ -71,7 +72,7 @@ struct Factor<float> {
     static type at(const float* x) { return *x; }
 };
 
-// Stores the weights of 32 tokens as they will be used, and adds them up so.
+// Stores the weights of 32 tokens, rounded to their dtype, and returns `total` with the rounded weights added.
 INLINE f32x16 store_weights(float* to, f32x16 low, f32x16 high, f32x16 total) {
     store(to, low);
     store(to + kLanes, high);
@@ -110,8 +111,9 @@ struct Sums {
     Sums from(int64_t row, int64_t width) const { return {largest + row, total + row, values + row * width}; }
 };
 
-// How near to the processor lines are fetched: to the second-level cache, since the first would not hold them. On a
-// Zen to the first, from where they move on: it drops such requests less often (docs/perf-log.md: 8 to 14 % faster).
+// How near to the processor lines are fetched: to the second-level cache, since the first would not hold them. A Zen
+// fetches them to the first, from where they move on to the second: it drops requests for the first less often
+// (docs/perf-log.md: 8 to 14 % faster).
 #if defined(__znver1__) || defined(__znver2__) || defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
 constexpr int kFetchLocality = 3;
 #else
@@ -221,8 +223,8 @@ static Weigh<T> weigh_of(int rows, std::integer_sequence<int, index...>) {
 }
 using AllRows = std::make_integer_sequence<int, kMaxRows>;
 
-// Scores of one row of a chunk become weights relative to the largest; scores * factor are powers of 2. With each pair
-// of tiles `lines` of memory are fetched.
+// Makes weights of the scores of one row of a chunk, relative to the largest score: scores * factor are exponents of 2.
+// With each pair of tiles `lines` lines of memory are fetched.
 template <class T>
 INLINE void weights_of(const float* scores, int begin, int end, float factor, int lines, Fetch& fetch, T* weights,
                        float* largest, float* total) {
@@ -243,7 +245,7 @@ INLINE void weights_of(const float* scores, int begin, int end, float factor, in
     *total = sum(totals);
 }
 
-// Of the scores of a tile, those before lane `from` and from lane `to` on are seen by nobody.
+// Masks the scores of a tile before lane `from`, and from lane `to` on.
 INLINE void hide_lanes(float* scores, int32_t from, int32_t to) {
     static constexpr int32_t kIndices[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 #pragma GCC unroll 4
@@ -254,8 +256,8 @@ INLINE void hide_lanes(float* scores, int32_t from, int32_t to) {
     }
 }
 
-// Adds a part's results of a row to those of all parts before it. Nothing changes what it is added to or what is added
-// to it, so that it does not matter whether a part that a row does not see was computed.
+// Adds a part's results of a row to those of all parts before it. A part of which the row sees nothing changes no bit,
+// and neither do such parts before the first that is seen. So it does not matter whether they were computed.
 INLINE void merge_row(const Sums& part, int64_t r, int64_t width, const Sums& into) {
     if (part.total[r] == 0) return;
     if (into.total[r] == 0) {

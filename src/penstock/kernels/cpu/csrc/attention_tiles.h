@@ -1,23 +1,25 @@
 // The inner loops of attention.cpp by the processor's matrix unit (AMX), where there is one; tiles.h says how it sums.
 //
 // Up to 32 queries are the rows of two products. Keys already lie as the unit takes them, 16 tokens for each pair of
-// dims. Of values it takes pairs of tokens, 32 tokens at once, where they lie 16 by 16: they are copied together once
-// for all queries of an item, with zeros where nobody sees anything.
+// dims. Of values the unit takes pairs of tokens, 32 tokens at once, but tiles have 16: the values of two tiles are
+// copied together, once for all queries of an item, with zeros in place of a tile that no query sees.
 //
 //                    32 dims (or less)                        16 tokens | 16 tokens          32 tokens
 //     queries  rows [ ............... ]      keys    16 pairs [ ..... ] | [ ..... ]    weights rows [ ... ]
 //                                                                                        16 dims | 16 dims
 //                                                                      values  16 pairs [ .... ] | [ .... ]
 //
-// All queries take this way, also a single one: each number has one order of its sum.
+// Even a single query takes this way, so that each number is always summed in the same order.
 //
-// Alone, the unit would wait for the processor's vectors, and they for it: while it computes scores of one micro tile
-// of queries and values of another, they make weights of the scores of a third (attention.cpp: `Passing`).
+// The matrix unit and the processor's vectors work at the same time. While the unit computes scores of one micro tile
+// of queries and weighted values of another, the vectors make weights of the scores of a third (attention.cpp:
+// `Passing`).
 #pragma once
 #include "attention_products.h"
 #include "tiles.h"
 
-// The unit for a thread of attention: here none, for float32 and where there is none; its products are never called.
+// The matrix unit of a thread of attention. This one stands for none, with float32 and on processors without the unit;
+// its products are never called.
 template <class T>
 struct MatrixUnit {
     static constexpr int kMostRows = kMaxRows;
@@ -42,7 +44,7 @@ struct MatrixUnit<bf16> {
     static bool is_used() { return kHasTiles; }
     static int rows_at_once() { return kHasTiles ? kMostRows : kMaxRows; }
 
-    // Numbers that the values of a chunk take.
+    // How many numbers the packed values of a chunk are.
     static int64_t packed_size(const KVLayout<bf16>& layout) { return kTilesPerChunk * layout.value_size(); }
 
     // The values of tiles [begin, end) become [pair of tiles][slice of 16 dims][16 pairs of tokens][16 dims][2].

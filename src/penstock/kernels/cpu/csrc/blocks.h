@@ -5,16 +5,17 @@
 // records, one for each 32 or 256 inputs:
 //     d        [32] float16
 //     m        [32] float16, in formats with offsets
-//     scales   [groups][32] bytes, in records of 256 inputs: scale = d * s; Q2_K keeps its offsets in their upper halves
-//     offsets  [groups][32] bytes, in records of 256 inputs: offset = -m * o; in shorter ones offset = m
+//     scales   [groups][32] bytes s, in records of 256 inputs: scale = d * (s - scale_zero); in shorter ones scale = d
+//     offsets  [groups][32] bytes o, in records of 256 inputs: offset = -m * o; in shorter ones offset = m. Q2_K keeps
+//              them in the upper halves of the bytes of scales
 //     values   for each 32 inputs a low plane, then a high plane (`UnitOf`): quads of inputs, as VPDPBUSD takes them
 //
-// All formats share one product (blocks.cpp): a few rows at a time go over a panel, whose weights are unpacked in registers
-// (`UnitOf`, `RecordScales`) and never lie in memory as bytes. Activations are rounded per row and group of inputs
-// (rounded_rows.h), the groups as short as the shortest of the matrix. The sum of q - zero times activations is exact in
-// integers; per group it becomes a float, is multiplied by both scales and added, then the offset times the sum of the
-// activations. So a row gives the same numbers whatever its company, and whatever the instruction set (up to the
-// rounding of a missing fused multiply-add).
+// All formats share one product (blocks.cpp): a few rows at a time go over a panel, whose weights are unpacked in
+// registers (`UnitOf`, `RecordScales`) and never lie in memory as bytes. Activations are rounded per row and group of
+// inputs (rounded_rows.h), the groups as short as the shortest of the matrix. The sum of (q - zero) * activation over a
+// group is exact in integers. It becomes a float, is multiplied by both scales and added to the result; then the offset
+// times the sum of the activations is added. So a row gives the same numbers whatever rows are computed beside it, and
+// whatever the instruction set (up to the rounding of a missing fused multiply-add).
 #pragma once
 #include "quantized.h"
 
@@ -34,7 +35,7 @@ enum BlockType : int64_t {
     kIQ4_XS = 23,
 };
 
-constexpr int64_t kUnitInputs = 32;  // whose planes lie together
+constexpr int64_t kUnitInputs = 32;  // inputs of a unit: their planes lie together
 constexpr int64_t kQuadLine = kPanel * kQuad;  // bytes of a quad of inputs for all outputs
 
 // What a format is made of.
@@ -46,7 +47,7 @@ struct BlockForm {
     int32_t scale_zero;  // what is subtracted from a byte of scales
     bool has_offsets;
     bool is_halved;     // scales and offsets share a byte
-    bool has_codebook;  // q is the number of an entry
+    bool has_codebook;  // q is the number of an entry of kCodebook
 
     constexpr bool has_scales() const { return inputs > kUnitInputs; }
     constexpr int64_t groups() const { return inputs / group; }
@@ -148,7 +149,7 @@ template <int low_bits, int high_bits, bool has_codebook>
 struct UnitOf {
     static constexpr int64_t kLowBytes = low_bits * kQuadLine;
 
-    // The bits of a quad, where bit `to` of each byte is the lowest of them.
+    // The bits of a quad in a plane, moved so that bit `to` of each byte is the lowest of them.
     template <int bits, int to>
     [[gnu::always_inline]] static u32r plane(const uint8_t* at, int quad) {
         constexpr int kAtOnce = 8 / bits;  // quads of a line
@@ -200,7 +201,7 @@ private:
     }
 };
 
-// Where the weights of a panel lie, and in which format.
+// Where the records of a panel lie, and in which format.
 struct BlockPanel {
     const uint8_t* records;
     int64_t type;

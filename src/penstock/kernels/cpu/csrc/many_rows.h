@@ -5,13 +5,13 @@
 //      512 rows  [ rows: L2  ] some inputs [ of one: L1  ]           512 rows  [ sums: L2    ]
 //                [ ......... ]             [ .... | .... ]                     [ .... | .... ]
 //
-// A thread takes some panels. It multiplies a block of the inputs of all rows with one of them after the other, then
-// the next block: so rows are read once for all its panels, and weights once for all rows, however many inputs there
-// are. Within a block and a panel, 32 rows after the other pass by, while the weights that come next are fetched; with
-// the last block, their results are used while they are near.
+// The inputs are cut into blocks. A thread takes some panels, and multiplies one block of the inputs of all rows with
+// one panel after the other, then the next block. So rows are read once for all its panels, and weights once for all
+// rows, however many inputs there are. For each block and panel the rows pass by, 32 at a time, while the weights that
+// come next are fetched. After the last block the results are used at once, while they are in a cache.
 //
-// No order of a sum hangs on that: each is over the inputs from the first to the last, and storing it in between loses
-// nothing.
+// The order of a sum does not depend on this: each sum is over the inputs from the first to the last, and storing it in
+// between loses nothing.
 #pragma once
 #include <omp.h>
 
@@ -19,14 +19,14 @@
 
 #include "tiles.h"
 
-constexpr int64_t kBlockInputs = 512;  // at most, but for products that are one block
+constexpr int64_t kBlockInputs = 512;  // of a block at most, unless the whole product is one block
 constexpr int kRowsOfMany = 512;
 constexpr int64_t kPanelsOfMany = 8;
 
 #if defined(PENSTOCK_TILES)
-// Adds the products of inputs [first, end) to the sums of some rows for a panel, [rows][32]; from input 0 on, it begins
-// them. `rows_at(row, input)` says where rows lie from a row and an input on; `passed(row, rows)` is called when these
-// have passed.
+// Adds the products of inputs [first, end) to the sums of some rows for a panel, [rows][32]; if `first` is 0, the sums
+// begin here. `rows_at(row, input)` says where rows lie, from this row and input on. `passed(row, rows)` is called for
+// rows whose products have been added.
 template <class RowsAt, class Passed>
 INLINE void multiply_tile_block(TileShapes& shapes, const RowsAt& rows_at, int rows, const char* panel,
                                 int64_t panel_bytes, int64_t first, int64_t end, float* sums, const Passed& passed) {
@@ -45,8 +45,8 @@ INLINE void multiply_tile_block(TileShapes& shapes, const RowsAt& rows_at, int r
 }
 
 // Dense panels for many rows. Where it pays, rows are first copied into the order in which the unit takes them: [block
-// of inputs][32 rows][32 inputs][row][input]. It does with many inputs (rows that are powers of 2 apart would share few
-// sets of the cache) or many panels. How long blocks are and when to copy is measured (docs/perf-log.md).
+// of inputs][32 rows][32 inputs][row][input]. It pays with many inputs (rows that are powers of 2 apart would share few
+// sets of the cache) or many panels. The length of blocks and when to copy were measured (docs/perf-log.md).
 class ManyRows {
 public:
     using Shapes = TileShapes;
@@ -103,7 +103,7 @@ private:
         return copied_ + (before * passes() + pass * own_steps + step - before) * kStepNumbers;
     }
 
-    // Of the thread that starts the product; it is kept for the next one.
+    // Memory for copied rows, which the thread that starts the product keeps for its next one.
     static bf16* memory(int64_t count) {
         struct alignas(64) Line {
             bf16 at[kTileInputs];

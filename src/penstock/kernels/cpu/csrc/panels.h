@@ -6,8 +6,8 @@
 // Outputs and inputs that fill up the last panel and pair are zero.
 //
 // Each number of a tile is summed over the inputs in one order, whatever the number of rows: a row's result does not
-// depend on its company (batch invariance). That order is of the inputs, in one accumulator, or the matrix unit's
-// (tiles.h).
+// depend on the rows beside it (batch invariance). It is the order of the inputs, in one accumulator, or that of the
+// matrix unit (tiles.h).
 #pragma once
 #include <type_traits>
 
@@ -28,7 +28,7 @@ INLINE int64_t num_panels(int64_t out_size) { return (out_size + kPanel - 1) / k
 INLINE int64_t panel_elements(const bf16*, int64_t in_size) { return (in_size + 1) / 2 * 2 * kPanel; }
 INLINE int64_t panel_elements(const float*, int64_t in_size) { return in_size * kPanel; }
 
-// Two inputs in the 32 bits that a product step takes; the second may be missing.
+// Two inputs in the 32 bits that a product step takes.
 INLINE uint32_t pair_at(const bf16* x) {
     uint32_t pair;
     memcpy(&pair, x, 4);
@@ -53,9 +53,9 @@ INLINE f32r add_products(f32r total, const float* weights, float value) {
     return fma(own, value - f32r{}, total);
 }
 
-// Fetches 128 bytes that are due later. With few rows the processor's own prefetching keeps up, and this would be in
-// its way; with more it lags behind. To the second-level cache: the buffers of the first are too few. Which and how
-// far is measured (docs/perf-log.md): worth up to a third.
+// Fetches 128 bytes that are needed later. With few rows the processor's own prefetching keeps up, and this would be in
+// its way; with more rows the processor lags behind. The bytes go to the second-level cache, since the first has too
+// few buffers. Rows and distances were measured (docs/perf-log.md): the gain is up to a third.
 template <int rows>
 INLINE void fetch_ahead(const void* weights) {
     if (rows <= 4) return;
@@ -123,11 +123,11 @@ INLINE void multiply(const float* x, int64_t x_stride, const float* panel, int64
 // What a thread sets up to multiply, and gives back at the end: nothing, or the registers of the matrix unit.
 struct NoShapes {};
 
-// Rows of a tile at most, and what a thread needs for it.
+// How many rows a tile has at most, and what a thread needs to multiply them.
 template <class T>
 struct TileForm {
     using Shapes = NoShapes;
-    static constexpr bool kTakesMany = false;  // as for_many_rows has it
+    static constexpr bool kTakesMany = false;  // whether for_many_rows can take the product
     static constexpr int kMostRows = kMaxRows;
     static int rows_at_once() { return kMaxRows; }
 };
@@ -142,8 +142,8 @@ struct TileForm<bf16> {
 };
 #endif
 
-// Weights as a template argument of what runs over panels: `Panels(shapes, first_row, rows, panel, tile)`.
-// tile[r * 32 + j] = <x[first_row + r], W[32 * panel + j]>, 1 <= rows <= rows_at_once() <= kMostRows.
+// Rows and packed weights, as code that runs over panels takes them. A call with (shapes, first_row, rows, panel, tile)
+// computes tile[r * 32 + j] = <x[first_row + r], W[32 * panel + j]>, with 1 <= rows <= rows_at_once() <= kMostRows.
 template <class T>
 struct DensePanels : TileForm<T> {
     const T* x;
@@ -211,7 +211,8 @@ private:
 extern template struct DensePanels<bf16>;
 extern template struct DensePanels<float>;
 
-// Calls use(first_row, rows, panel, tile) for every tile of the product, over all threads. Rows are cut evenly.
+// Calls use(first_row, rows, panel, tile) for every tile of the product, over all threads. All tiles have about as many
+// rows.
 template <class Panels, class Use>
 void for_each_tile(const Panels& tile_of, int64_t num_rows, int64_t out_size, const Use& use) {
     if (num_rows == 0) return;
