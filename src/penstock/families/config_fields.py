@@ -78,7 +78,7 @@ def _children(node: object) -> Sequence[object]:
 
 
 def kind_of(value: object) -> str:
-    """Return a value in words that are safe to print: its kind, and the value itself when it is short."""
+    """Return a value in words that are safe to print: "an object", "a list", or the value, cut if it is long."""
     if value is None:
         return "null"
     if isinstance(value, dict):

@@ -1,17 +1,18 @@
-// Causal attention over the KV blocks of a ragged batch: prefill chunks and decodes in any order.
+// Causal attention over the KV blocks of a ragged batch: rows that prefill and rows that decode, in any order.
 //
-// The context of a row is cut into chunks of 256 tokens that begin at position 0, whoever reads it. A chunk gives
-// each query its partial result: the largest score, the sum of the weights relative to it, and the weighted values
-// (online softmax, arXiv 1805.02867). Four chunks are a segment. The results of its chunks are merged from the first to
-// the last, and then those of the segments; a sink comes behind all of them. So a query's result depends on nothing but
-// itself and its context: not on the queries computed beside it, on how a prompt was cut into steps, on which thread
-// took which chunk, or on which device took which segment (`AttentionParts`). Masked tokens weigh exactly 0, and a
-// chunk that is skipped gives what a chunk wholly masked would.
+// In these files a chunk is 16 tiles (attention.h) of a row's context, counted from position 0: 256 tokens, or fewer if
+// the size of blocks is not a multiple of 16. A chunk gives each query a partial result: the largest score, the sum of
+// the weights relative to it, and the weighted values (online softmax, arXiv 1805.02867). Four chunks are a segment.
+// Results are merged from the first chunk of a segment to its last, and then from the first segment to the last; a sink
+// comes after all of them. So a query's result depends on nothing but the query and its context: not on the queries
+// computed beside it, on how a prompt was cut into steps, on which thread took which chunk, or on which device took
+// which segment (`AttentionParts`). Masked tokens weigh exactly 0, and a chunk that is skipped gives what a chunk wholly
+// masked would.
 //
 // Work is cut into items: some consecutive tokens of a row, with the query heads of one or, for few tokens, of several
-// KV heads. The queries of a KV head are rows of one small matrix product with its keys, and their weights of one with
-// its values. Where items are few and long, they are cut once more into ranges of chunks, whose partial results go to
-// shared memory. While a chunk is computed, the one that its thread takes next is fetched from memory.
+// KV heads. The queries of a KV head are the rows of one small matrix product with its keys, and their weights the rows
+// of another with its values. Where items are few and long, they are cut once more into ranges of chunks, whose partial
+// results go to shared memory. While a thread computes a chunk, the chunk that it takes next is fetched from memory.
 #include <omp.h>
 
 #include <algorithm>
@@ -25,15 +26,15 @@
 #include "attention_products.h"
 #include "attention_tiles.h"
 
-// The tiles of one chunk of one row's context, those in [begin, end) that a query of the item sees.
+// The tiles of one chunk of one row's context. A query of the item sees those in [begin, end).
 template <class T>
 struct Tiles {
-    const T* starts[kTilesPerChunk];    // for the item's first head
+    const T* starts[kTilesPerChunk];    // where each lies, for the item's first head
     int64_t positions[kTilesPerChunk];  // of the tile's first lane
     int64_t counts[kTilesPerChunk];     // lanes that hold a token of the context; 0 outside of [begin, end)
     int begin;
     int end;
-    bool is_full;  // all lanes of these tiles do
+    bool is_full;  // all lanes of tiles [begin, end) hold a token
 };
 
 // Memory of a thread that grows to what its largest step needs.
@@ -87,19 +88,19 @@ public:
 private:
     using FactorType = typename Factor<T>::type;
 
-    // What a thread works with.
+    // The memory that a thread works with.
     struct Scratch {
         MatrixUnit<T> unit;
         FactorType* queries;  // micro tile by micro tile: [product step][row], or for the matrix unit [row][head_dim]
         float* scores;        // [kBuffers, kMostRows, kRowStride]
         T* weights;           // [kBuffers, kMostRows, kRowStride]
-        T* values;            // [kTilesPerChunk] values of tiles with lanes that must not be read
+        T* values;            // [kTilesPerChunk] copies of values: of tiles with lanes that must not be read
         T* latent;            // [kTilesPerChunk] tiles made of latent vectors
         T* packed;            // values of a chunk for the matrix unit
         const T** ahead;      // [kItemHeads * kTilesPerChunk] tiles to fetch
         Sums parts[MatrixUnit<T>::kPassing];  // of micro tiles
         Sums segment;         // of the chunks of an item's present segment
-        Sums merged;          // of its segments
+        Sums merged;          // of the item's segments so far
 
         static constexpr int kMostRows = MatrixUnit<T>::kMostRows;
         static constexpr int kBuffers = MatrixUnit<T>::kPassing > 1 ? 2 : 1;  // one is written, one read
@@ -252,17 +253,18 @@ private:
         if (item.shared < 0) clear(scratch.merged, plan_.rows_of(item), width_);
     }
 
-    // A chunk's results are the first of their segment, and need not be merged with others.
+    // Whether a chunk's results are the first of their segment, so that they need not be merged with others.
     bool opens(const Item& item, int64_t chunk) const {
         return item.shared >= 0 || chunk == item.first_chunk || chunk % kChunksPerSegment == 0;
     }
 
-    // After this chunk an item's segment is complete. (That of an item that was cut is merged when all have come.)
+    // Whether a segment of an item is complete after this chunk. (If the item was cut, `merge_shared` merges its
+    // segments when all chunks are computed.)
     bool closes(const Item& item, int64_t chunk) const {
         return item.shared < 0 && (chunk + 1 == item.end_chunk || (chunk + 1) % kChunksPerSegment == 0);
     }
 
-    // What becomes of an item's row when a segment of it is complete.
+    // Merges the segment's result of an item's row with those before it, or writes it to `AttentionParts`.
     void close_row(const Item& item, int64_t chunk, int64_t row, const Sums& segment, const Sums& merged) const {
         if (!args_.parts) return merge_row(segment, row, width_, merged);
         const AttentionParts& parts = *args_.parts;
@@ -324,10 +326,10 @@ private:
         float* scores;
         T* weights;
         Sums part;       // results of this chunk
-        Sums into;       // those of its segment
-        bool is_merged;  // into others; else `part` is where they belong
-        bool is_last;    // of its segment
-        int64_t row;     // of the item, its first
+        Sums into;       // results of its segment
+        bool is_merged;  // `part` is to be merged into `into`; else both are the same
+        bool is_last;    // the chunk is the last of its segment
+        int64_t row;     // its first row, counted in the item
     };
 
     // What the vectors do while the unit is busy: weights of one micro tile, then the merging of another.
@@ -348,7 +350,7 @@ private:
         int num_weights() const { return num_weights_; }
         int num() const { return num_; }
 
-        // From now on it is called so often until so many rows are done.
+        // Shares the rows up to `until` out to the next `num_calls` calls.
         void divide(int until, int num_calls) { at_once_ = (int)divide_up(std::max(until - done_, 0), num_calls); }
 
         NOINLINE void operator()() {
@@ -386,7 +388,8 @@ private:
         int num_weights_, num_, done_ = 0, at_once_ = 0;
     };
 
-    // All micro tiles of a head: four of them are on their way at once, one stage apart.
+    // Computes all micro tiles of a head. Four of them are on their way at once: the unit computes scores of the first
+    // and values of the third, while the vectors make weights of the second and merge the fourth.
     NOINLINE void compute_head_by_unit(const Item& item, int64_t chunk, int64_t first_row, const Tiles<T>& tiles,
                                        const Streams<T>& streams, const FactorType* queries, Fetch& fetch,
                                        Scratch& scratch, const Sums& head) const {
@@ -446,7 +449,7 @@ private:
     Streams<T> latent_streams(const Tiles<T>& tiles, T* memory) const {
         Streams<T> streams;
         for (int i = 0; i < kTilesPerChunk; i++) {
-            int within = std::clamp(i, tiles.begin, tiles.end - 1);  // of the others nothing is seen
+            int within = std::clamp(i, tiles.begin, tiles.end - 1);  // nothing is seen of tiles outside of [begin, end)
             T* keys = memory + within * layout_.tile_size();
             streams.keys[i] = keys, streams.values[i] = keys + layout_.key_size();
             if (i != within) continue;
@@ -504,7 +507,7 @@ private:
                 store(scores + at, tanh(load(scores + at) * (args_.scale / args_.soft_cap)) * args_.soft_cap);
     }
 
-    // Every query sees every lane.
+    // Whether every query sees every lane, so that nothing has to be masked.
     bool is_plain(const Item& item, const Tiles<T>& tiles, const MicroTile& micro) const {
         return tiles.is_full && micro.begin_tile % 2 == 0 && micro.end_tile % 2 == 0 &&
                tiles.positions[micro.begin_tile] >= plan_.first_seen(plan_.position_of(item, micro.end - 1)) &&
@@ -524,7 +527,7 @@ private:
         }
     }
 
-    // The chunks of an item that was cut, in order; those of a segment into its first.
+    // Merges the chunks of an item that was cut, in order: those of a segment into its first, and then the segments.
     void merge_shared(const Item& item, float* shared, const Scratch& scratch) const {
         int64_t rows = plan_.rows_of(item), size = Sums::size(rows, width_);
         Sums segment = {};

@@ -1,4 +1,4 @@
-// Products of a panel of weights in block formats; how they are packed, and read back row by row.
+// Products of a panel of weights in block formats; how such weights are packed, and read back row by row.
 #include "blocks.h"
 
 #include "epilogue.h"
@@ -7,8 +7,8 @@
 #define PENSTOCK_ADDS_IN_16_BITS
 #endif
 
-// Rows that go over a panel at once, and registers of its 32 outputs that are summed at once: as many sums and results as
-// there are registers for.
+// Rows that go over a panel at once, and registers of its 32 outputs that are summed at once: as many sums and results
+// as there are registers for.
 constexpr int kParts = kPanel / kRegister;
 #if defined(__AVX512F__)
 constexpr int kRowsAtOnce = 5, kPartsAtOnce = kParts;
@@ -23,7 +23,7 @@ template <int rows, int largest>
 struct QuadSums {
     i32r of[rows][kPartsAtOnce];
 
-    // From minus `zero` times the sum of a row's activations on.
+    // Starts the sums of row `r` at minus `zero` times the sum of its activations.
     [[gnu::always_inline]] void begin(int r, const RoundedGroup& rounded, int32_t zero) {
         const int32_t start = kTakesSigned ? 0 : rounded.start * zero;
         for (int i = 0; i < kPartsAtOnce; i++) of[r][i] = start - i32r{};
@@ -52,11 +52,11 @@ struct QuadSums {
 
 #if defined(PENSTOCK_ADDS_IN_16_BITS)
 private:
-    // Quads whose products with activations (at most 127 in magnitude) fit 16 bits when added up. A 16-bit lane takes
-    // two of a quad's four products.
+    // How many quads' products with activations (at most 127 in magnitude) fit 16 bits when added up. A 16-bit lane
+    // takes two of a quad's four products.
     static constexpr int kFitting = 32767 / (2 * 127 * largest);
 
-    // Not even one does: q - 128 is multiplied, as its magnitude, with activations that take its sign.
+    // Whether not even one quad fits: then the magnitude of q - 128 is multiplied with activations that take its sign.
     static constexpr bool kTakesSigned = kFitting == 0;
 
     [[gnu::always_inline]] static __m256i row_quad(const int8_t* x, int quad) {
@@ -103,7 +103,7 @@ private:
 #endif
 };
 
-// What is due later, fetched piece by piece beside a product.
+// Memory that is needed later, fetched piece by piece beside a product.
 struct Fetching {
     const uint8_t* from;
     int64_t piece;  // bytes, for each unit
@@ -171,8 +171,8 @@ private:
             values[r] += quads * kQuad;
             rounded[r]++;
 #if defined(__AVX512F__)
-            // Else GCC makes every address anew from the row's number, and has no registers left for them. With AVX2, where
-            // registers for numbers are short and not those for addresses, it does better without.
+            // Else GCC makes every address anew from the row's number, and has no registers left for them. With AVX2,
+            // where registers for numbers are short and not those for addresses, it does better without.
             asm("" : "+r"(values[r]), "+r"(rounded[r]));
 #endif
         }
@@ -214,9 +214,9 @@ struct PanelProduct {
     }
 
 private:
-    // With one turn, lines that are read in another order than they lie in are fetched as far ahead as was measured to be
-    // best (docs/perf-log.md): of these, the processor fetches few by itself. With more, each fetches its part of the next
-    // panel, so that memory does not wait while this one is gone over again.
+    // If the rows pass in one turn, lines that are not read in the order of memory are fetched ahead, since the
+    // processor fetches few of them by itself; the distance was measured (docs/perf-log.md). With more turns, each turn
+    // fetches its part of the next panel, so that memory does not wait while rows pass by this panel again.
     Fetching fetching(int turn, int turns) const {
         constexpr bool kIsInOrder = kForm.high_bits == 0 && !kForm.has_scales();
         constexpr int64_t kAhead = 8192, kUnits = kForm.inputs / kUnitInputs, kShare = kForm.record_bytes() / kUnits;
@@ -249,7 +249,7 @@ void BlockPanels::operator()(Shapes&, int64_t first_row, int rows, int64_t panel
     });
 }
 
-// Bytes of a panel of so many inputs.
+// Bytes of a panel with `in_size` inputs; 0 for a type that is not known.
 PENSTOCK_EXPORT int64_t penstock_block_panel_bytes(int64_t type, int64_t in_size) {
     BlockForm form = form_of(type);
     return form.inputs ? in_size / form.inputs * form.record_bytes() : 0;
@@ -260,7 +260,7 @@ PENSTOCK_EXPORT int64_t penstock_block_token_bytes(int64_t in_size, int64_t grou
     return rounded_for_blocks(nullptr, in_size, group_size).stride;
 }
 
-// The bits of four bytes from the lowest on.
+// The lowest `bits` bits of each of four bytes.
 static uint32_t low_bits_of(uint32_t quad, int bits) { return quad & ((1u << bits) - 1) * 0x01010101u; }
 
 // Puts the low `bits` bits of the four bytes of a quad, of which a unit has eight, into the column of an output.
@@ -278,7 +278,7 @@ static unsigned take_bits(const uint8_t* column, int bits, int64_t input) {
     return column[quad / at_once * kQuadLine + input % kQuad] >> (quad % at_once * bits) & ((1u << bits) - 1);
 }
 
-// A record's values for one output: where the planes of an input's unit lie.
+// Where the planes of an input's unit lie in a record, for one output.
 static uint8_t* values_of(const BlockForm& form, uint8_t* record, int64_t column, int64_t input) {
     return record + form.values_at() + input / kUnitInputs * form.unit_bytes() + column * kQuad;
 }

@@ -1,12 +1,12 @@
 // What the ranks of a stage do together, over memory that all of them map.
 //
 // Each rank copies its part into a buffer of its own, says that it has come, waits for the others and reads what
-// all have brought. There are two buffers a rank, used in turns: who comes to meeting n + 1 has read all of
-// meeting n, so the buffer of meeting n may be written again for meeting n + 2, after one wait and not two.
+// all have brought. There are two buffers a rank, used in turns. A rank that comes to meeting n + 1 has read all of
+// meeting n, so the buffer of meeting n may be written again for meeting n + 2: a meeting takes one wait and not two.
 //
 // A wait spins for a while (`spin_ns`), then sleeps on a futex, at most kSleepNs at a time, so that the
 // end of the group and the deadline are seen. A rank whose wait has failed does nothing any more until it joins
-// another group: `outcome` is for Python to look at.
+// another group. Python reads `outcome` and raises the error.
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -18,10 +18,10 @@
 static constexpr int64_t kLine = 64;  // bytes; each rank's words have a cache line
 static constexpr int64_t kSleepNs = 50'000'000;
 
-// Line 0 of the shared memory: word 0 = the group is over. Line 1 + r: of rank r.
+// Line 0 of the shared memory is the group's: word 0 is not 0 if the group is over. Line 1 + r is that of rank r:
 struct alignas(kLine) RankLine {
-    uint32_t num_meetings;  // that it has come to; wraps
-    uint32_t num_sleepers;  // that wait for it
+    uint32_t num_meetings;  // meetings that the rank has come to; wraps around
+    uint32_t num_sleepers;  // ranks that sleep until it comes
 };
 
 static int64_t now_ns() {

@@ -1,12 +1,12 @@
 // Experts in place of an MLP: all tokens of an expert together, so that its weights are read once a step.
 //
 //     route      each token's experts and their weights: a softmax, then the largest numbers
-//     sort       the tokens of each expert side by side, in their order: slots
+//     sort       the tokens of each expert side by side, in their order. A slot is one token of one expert
 //     gate, up   over (expert, panel): silu(gate) * up of the expert's slots
 //     down       over panels of the output: the experts one after the other, each added to its tokens
 //
 // A thread has all experts' products for a panel of the output, and adds them in float32 in the order of the
-// experts, the shared one last. So a token's sum has one order, whatever its company, and is rounded once.
+// experts, the shared one last. So a token's sum has one order, whatever tokens are beside it, and is rounded once.
 #include <algorithm>
 
 #include "abi.h"
@@ -104,7 +104,7 @@ struct Group {
     int64_t first_slot;
     int64_t count;
     Rows x, inner, inner_taken;
-    int64_t first_panel = 0;  // of its inner values, when those of all groups are counted on
+    int64_t first_panel = 0;  // number of the first panel of its inner values, counted through all groups
 };
 
 // Some tokens of a step on their way through the experts.
@@ -188,8 +188,8 @@ struct Block {
         }
     }
 
-    // The experts with the largest logits, the first of equals first, so that all ranks choose the same. Also where
-    // numbers are NaN they are different ones, each with the weight NaN.
+    // Chooses the experts with the largest logits, of equal ones the first, so that all ranks choose the same. Even if
+    // logits are NaN, it chooses different experts, each with the weight NaN.
     void choose(const T* logits, int32_t* experts, float* expert_weights) const {
         float values[kMaxExperts];
         bool is_taken[kMaxExperts] = {};
@@ -214,7 +214,7 @@ struct Block {
             for (int64_t i = 0; i < args.num_chosen; i++) expert_weights[i] /= chosen_total;
     }
 
-    // Slots of this rank's experts; `num_routed` is as many as there can be.
+    // Makes the slots of this rank's experts; there are at most `num_routed`.
     void sort() {
         int64_t next[kMaxExperts] = {}, first = 0;
         for (int64_t i = 0; i < num_routed; i++)
@@ -322,7 +322,7 @@ struct Block {
             }
     }
 
-    // The rows of a group times one panel, in even tiles.
+    // Multiplies the rows of a group with one panel, in tiles of about as many rows.
     template <class Panels, class Use>
     static void for_tiles(const Panels& panels, typename Panels::Shapes& shapes, int64_t num_rows, int64_t panel,
                           const Use& use) {
@@ -363,7 +363,7 @@ PENSTOCK_EXPORT void penstock_experts(const void* args, const Step* step) {
     run_dtype(*(const ExpertsArgs*)args, step->num_tokens, false);
 }
 
-// Scratch that a token takes.
+// Bytes of scratch that a token takes.
 PENSTOCK_EXPORT int64_t penstock_expert_token_bytes(const void* args) {
     return run_dtype(*(const ExpertsArgs*)args, 1, true);
 }

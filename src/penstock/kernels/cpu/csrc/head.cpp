@@ -1,11 +1,12 @@
 // The vocabulary head: logits of the rows, and in the same pass the k best candidates of each.
 //
 // Logits are float32 as they leave the product, never rounded. A row's candidates are the k largest of its biased,
-// allowed logits, falling; of equal ones the lower id comes first. Whether it was finite is told of the bare logits.
+// allowed logits, the largest first; of equal ones the lower id comes first. Whether a row is finite is decided by its
+// logits before bias and mask.
 //
-// Every thread collects, for every row, what may still be among the row's k best of the panels it has seen; the
-// collections are put together at the end. The order of candidates is total, so neither the number of threads nor
-// who took which panel can change the outcome.
+// Every thread collects, for every row, the logits of its panels that may still be among the row's k best; the
+// collections are put together at the end. The order of candidates is total, so the outcome depends neither on the
+// number of threads nor on which thread took which panel.
 #include <float.h>
 #include <omp.h>
 
@@ -40,11 +41,11 @@ INLINE int64_t id_of(uint64_t key) { return (uint32_t)~key; }
 // The best of one row among the panels that one thread has seen.
 struct alignas(64) Collection {
     f32x16 unsound = {};         // 0 as long as all logits were finite: 0 * x is NaN for the others
-    float threshold = -FLT_MAX;  // less is not wanted any more; minus infinity never was
+    float threshold = -FLT_MAX;  // smaller logits are not wanted any more; minus infinity never is
     int32_t wanted = 0;
     int64_t count = 0;
     uint64_t floor = 0;        // the key of the threshold: up to here nothing is wanted
-    int64_t entry = -1;        // of the row's bias: where the search ended last
+    int64_t entry = -1;        // entry of the row's bias where the last search ended
     uint64_t* keys = nullptr;  // [room(wanted)]
 
     // Twice what is wanted: cutting back to the best half is then cheap for each key that came.
@@ -132,7 +133,8 @@ private:
 
     Collection& collection(int64_t thread, int64_t row) { return collections[thread * args.num_rows + row]; }
 
-    // Logits as the model gives them, from bare products. A product that is not finite stays so under a cap: 0 * x.
+    // Logits as the model gives them, from bare products. A product that is not finite gives a logit that is not
+    // finite, also under a cap: 0 * x is added.
     const float* bend(const float* tile, int rows, float* bent) const {
         for (int64_t i = 0; i < rows * kPanel; i += kLanes) {
             f32x16 logits = load(tile + i) * args.multiplier;
@@ -170,8 +172,8 @@ private:
         }
     }
 
-    // The first entry of the row's bias whose id is not before the panel. A thread takes panels in rising order, so
-    // that it is mostly the one behind those of the panel before.
+    // The first entry of the row's bias whose id is not before the panel. A thread mostly takes panels in rising order:
+    // then it is the entry behind those of the panel before.
     int64_t first_entry(Collection& own, int64_t row, int64_t panel) const {
         const int64_t *ids = args.bias_ids, begin = args.bias_starts[row], end = args.bias_starts[row + 1];
         int64_t found = own.entry, id = panel * kPanel;
@@ -181,7 +183,7 @@ private:
         return own.entry = found;
     }
 
-    // Applies the panel's entries, from this one on; returns the one behind them.
+    // Applies the panel's entries, from `entry` on; returns the entry behind them.
     int64_t change(int64_t entry, int64_t row, int64_t panel, float* logits) const {
         const int64_t end = args.bias_starts[row + 1], last_id = (panel + 1) * kPanel;
         for (; entry < end && args.bias_ids[entry] < last_id; entry++) {
@@ -197,7 +199,7 @@ private:
         return entry;
     }
 
-    // Puts the threads' collections of a row together and writes what became of it.
+    // Puts the threads' collections of a row together and writes its candidates.
     void finish(int64_t row) {
         Collection all = collection(0, row);
         for (int64_t t = 1; t < num_threads; t++) {

@@ -2,14 +2,14 @@
 // [block_size, head_dim], then its values [block_size, head_dim]. So bytes that leave a rank do not depend on how it
 // packs them (attention.h). What no token has written yet is copied as it is.
 //
-// Numbers are moved as words, so every bit stays. Nothing is shared and no team of threads is used: a thread of its
-// own may copy some blocks while others compute with the rest. Many go in one call, of one layer or of several.
+// Numbers are moved as words, so every bit stays. The functions share no state and use no team of threads: one thread
+// may copy some blocks while others compute with the rest. A call copies many blocks, of one layer or of several.
 #include <algorithm>
 
 #include "attention.h"
 
-// Calls move(number in the block, number in the record) for all of a block of one head. The packed side is walked in
-// the order in which it lies.
+// Calls move(number in the block, number in the record) for all numbers of one head in a block, in the order in which
+// the block has them.
 template <class Packed, class Record, class Layout, class Move>
 static void each_number(Packed* piece, Record* record, const Layout& layout, const Move& move) {
     constexpr int64_t group = Layout::kGroup;
@@ -32,7 +32,7 @@ static void each_number(Packed* piece, Record* record, const Layout& layout, con
     }
 }
 
-// blocks: where each begins. records: of each block and head.
+// blocks: where each block begins. records: where each record begins, block by block, and head by head in a block.
 template <class Word>
 static void export_blocks(Word* const* blocks, Word* const* records, int64_t num_blocks,
                           const KVLayout<Word>& layout) {
@@ -51,8 +51,8 @@ static void import_blocks(Word* const* blocks, const Word* const* records, int64
                         [](Word& stored, Word number) { stored = number; });
 }
 
-// blocks: where each begins, block_bytes of some layer. records: of each and its KV heads,
-// [2, block_size, head_dim].
+// blocks: where each block begins, which may be of any layer. records: where each record begins, block by block, and KV
+// head by KV head in a block; a record is [2, block_size, head_dim].
 PENSTOCK_EXPORT void penstock_kv_export(void* const* blocks, void* const* records, int64_t num_blocks,
                                         int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int32_t dtype) {
     if (dtype == kBFloat16)

@@ -24,7 +24,7 @@ PENSTOCK_EXPORT void penstock_linear(const void* args, const Step* step) {
         linear<float>(linear_args, step->num_tokens);
 }
 
-// Threads take panels of any head, as for_each_tile lets them take those of one matrix.
+// The panels of all heads are shared out to the threads.
 template <class T>
 static void head_linear(const HeadLinearArgs& args, int64_t num_tokens) {
     using Panels = DensePanels<T>;
@@ -63,9 +63,9 @@ PENSTOCK_EXPORT void penstock_head_linear(const void* args, const Step* step) {
         head_linear<float>(linear_args, step->num_tokens);
 }
 
-// Rows [0, num_rows) of W, which lie [num_rows, in_size] in `rows`, become the packed columns
-// column(first_row), column(first_row + 1), ...; `role` says how a gated matrix is interleaved:
-// 0 = plain, 1 = gate, 2 = up.
+// `rows` has the rows [first_row, first_row + num_rows) of W: [num_rows, in_size]. They become the packed columns
+// packed_column(first_row, role), packed_column(first_row + 1, role), ...; `role` says how a gated matrix is
+// interleaved: 0 = plain, 1 = gate, 2 = up.
 template <class T>
 static void pack(const T* rows, T* weight, int64_t first_row, int64_t num_rows, int64_t in_size, int32_t role) {
     constexpr int64_t group = sizeof(T) == 2 ? 2 : 1;

@@ -1,5 +1,5 @@
-// RMSNorm (arXiv 1910.07467), with the residual addition in the same pass or in place; the casts in the order of
-// transformers. And what else is done number by number between two products.
+// RMSNorm (arXiv 1910.07467), with the residual addition in the same pass or in place; numbers are rounded where
+// transformers rounds them. Also additions and factors, which are applied number by number.
 #include "abi.h"
 #include "vec.h"
 

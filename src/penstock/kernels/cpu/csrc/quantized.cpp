@@ -1,4 +1,5 @@
-// y = x W^T + bias over 8- or 4-bit weights and those in blocks; how the former are packed, and read back row by row.
+// y = x W^T + bias over 8- or 4-bit weights, or weights in block formats; how 8- and 4-bit weights are packed, and read
+// back row by row.
 #include "quantized.h"
 
 #include "blocks.h"

@@ -9,8 +9,8 @@
 //     zeros    [ceil(out / 32)][groups][32] uint8         or none: 128 or 8 for all
 // Outputs and inputs that fill up a panel or quad are zero, scales too.
 //
-// Activations are rounded per row and group of inputs (rounded_rows.h): the weights' group, or 128 inputs where that is
-// one or more times as many.
+// Activations are rounded per row and group of inputs (rounded_rows.h): the weights' group, or 128 inputs if that is a
+// whole row or a multiple of 128.
 // sum (q - zero) r = sum q r - zero * sum r is exact in 32 bits (up to 66,000 inputs); each group's sum becomes a
 // float, is multiplied by both scales and added to the total in the order of groups. Whatever the number of rows,
 // the instruction set or the order of integer sums, a row gives the same numbers (up to the rounding of a missing
@@ -98,7 +98,8 @@ struct GroupSums {
         split(low, high, of[r]);
     }
 
-    // The quads at `x` of all rows; `shift` says which half of bytes holds weights of 4 bits, -1 that they have 8.
+    // Adds the products with the quads at `x` of all rows. `shift` is 0 or 4, the half of a byte that holds weights of
+    // 4 bits; -1: weights have 8 bits.
     template <int shift>
     [[gnu::always_inline]] void add(const uint8_t* w, const int8_t* x, int64_t x_stride) {
 #pragma GCC unroll 8
@@ -127,7 +128,7 @@ INLINE void add_group(GroupSums<rows>& sums, const uint8_t* w, const int8_t* x, 
     }
 }
 
-// As many as a register holds.
+// Loads as many float16 numbers as a register holds floats.
 INLINE f32r load_float16_register(const uint16_t* from) {
 #if defined(__AVX512F__)
     return (f32r)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
@@ -175,7 +176,7 @@ struct QuantizedWeight {
     }
 };
 
-// As TileForm, of bytes.
+// As TileForm, for products of bytes.
 struct ByteTileForm {
 #if defined(PENSTOCK_BYTE_TILES)
     using Shapes = TileShapes;
@@ -270,7 +271,7 @@ private:
     // What the sum of a row's products over a part of its inputs starts from: minus the zeros times the inputs' sum.
     template <bool has_zeros>
     [[gnu::always_inline]] static i32x16 start_of(const RoundedGroup& rounded, i32x16 zeros) {
-        constexpr int kMiddleBits = bits - 1;  // back to minus the sum, exactly
+        constexpr int kMiddleBits = bits - 1;  // rounded.start >> kMiddleBits is minus the sum, exactly
         return has_zeros ? (rounded.start >> kMiddleBits) * zeros : rounded.start - i32x16{};
     }
 
@@ -318,7 +319,7 @@ private:
     bool has_byte_tiles() const { return x.group <= ByteTiles::kMostInputs; }
 
     using Sums = int32_t[ByteTiles::kRows][kPanel];
-    static constexpr int64_t kPartsAhead = 4;  // with few rows, to be fetched
+    static constexpr int64_t kPartsAhead = 4;  // with few rows, how far ahead weights are fetched
 
     // Sums of some rows over a part of the inputs, to be added to their results.
     struct Pending {
@@ -329,7 +330,7 @@ private:
         float* results;
     };
 
-    // Adds the products of parts [begin, end) to the results of some rows for a panel; from part 0 on, it begins them.
+    // Adds the products of parts [begin, end) to the results of some rows for a panel; part 0 begins the results.
     //
     // All rows take a part of the inputs before the next one: its weights stay in the first-level cache, and what comes
     // next is fetched. While the unit multiplies for some rows, the sums of those before are added to their results.
@@ -364,7 +365,7 @@ private:
         add_pending(pending, 0, kPanel);
     }
 
-    // Rows [begin, end) of it, as far as there are so many.
+    // Adds the sums of its rows [begin, end); there may be fewer rows.
     [[gnu::always_inline]] void add_pending(const Pending& pending, int begin, int end) const {
         if (end > pending.rows) end = pending.rows;
         if (w.zeros)

@@ -36,8 +36,8 @@ public:
     static constexpr int64_t kMostInputs = 128;  // so many are unpacked at once
     static constexpr int64_t kQuadBytes = 128;   // of a panel: a quad of inputs for 32 outputs
 
-    // Beside the unit's instructions, lines of memory are fetched from `next` on, and `beside(begin, end)` has some
-    // rows [begin, end) of 32 of other work done.
+    // Beside the unit's instructions, lines of memory are fetched from `next` on, and `beside(begin, end)` does other
+    // work for rows [begin, end) of 32.
     template <class Beside>
     [[gnu::always_inline]] static void multiply(TileShapes& shapes, const int8_t* x, int64_t x_stride, int rows,
                                                 const uint8_t* w, const ByteSteps& steps, const char* next,
@@ -64,7 +64,7 @@ public:
     }
 
 private:
-    // A register of sums holds 32 bits each, whether they are floats or integers.
+    // A sum in a register has 32 bits, as a float or as an integer: so `TileSums` clears and stores either.
     template <bool beyond_16, class Beside>
     [[gnu::always_inline]] static void multiply_rows(const int8_t* x, int64_t x_stride, const uint8_t* w,
                                                      const ByteSteps& steps, const char* next, float* sums,

@@ -2,7 +2,7 @@
 #include "attention.h"
 
 constexpr int64_t kManyTokens = 32;   // from here on the tokens are cut among the threads
-constexpr int64_t kMaxHeadDim = 4096;  // as `families` allow
+constexpr int64_t kMaxHeadDim = 4096;  // the most that `families` allows
 
 template <class T>
 static void angles_of(float position, const RopeAnglesArgs& args, float* angles) {
@@ -80,7 +80,7 @@ struct RopeStore {
         });
     }
 
-    // The dims of a head that are rotated, each pair half of them apart.
+    // The dims of a head that are rotated, the first of all pairs and then the second of all pairs.
     const T* halves_of(const T* head, T* apart) const {
         if (!args.interleaved) return head;
         for (int64_t i = 0; i < half; i++) {

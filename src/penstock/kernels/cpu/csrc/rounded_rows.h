@@ -1,7 +1,8 @@
 // Rows of activations, rounded to 8 bits for products with 8- and 4-bit weights (quantized.h).
 //
 // Per row and group of inputs: x = scale * r, r = round(x * (127 / absmax)), scale = absmax / 127.
-// A group with a NaN or an infinity has the scale NaN: its row comes out NaN, others never see it.
+// A group with a NaN or an infinity has the scale NaN: the results of its row are NaN, and those of other rows are not
+// changed.
 #pragma once
 #include "vec.h"
 
@@ -16,10 +17,10 @@ INLINE int64_t activation_group(int64_t in_size, int64_t group_size) {
 
 INLINE constexpr int32_t middle_of(int bits) { return 1 << (bits - 1); }
 
-// Of a row's group of inputs.
+// The scale of a row's group of inputs, and the sum of their values.
 struct RoundedGroup {
     float scale;
-    int32_t start;  // -middle * sum of its values, middle = 128 or 8: where the sum of its products starts from
+    int32_t start;  // -middle * the sum, where the sum of its products starts. middle = 128 or 8; 1 for block formats
 };
 
 // Where the rounded activations of a step lie: rows of [int8 values, zero beyond in_size][groups].
@@ -72,7 +73,8 @@ INLINE uint32_t largest_magnitude(const T* x, int64_t count) {
     return (uint32_t)max(largest);
 }
 
-// Rounds one group; gives its scale and the sum of its values. Writes up to 15 zeros beyond `count`.
+// Rounds one group: writes its values and its scale, and returns the sum of the values. Writes up to 15 zeros beyond
+// `count`.
 template <class T>
 INLINE int32_t round_group(const T* x, int64_t count, int8_t* values, float* scale) {
     constexpr float kSmallest = 1e-36f;  // below it 127 / absmax overflows

@@ -37,7 +37,8 @@ PENSTOCK_EXPORT const char* penstock_isa() {
 
 PENSTOCK_EXPORT int64_t penstock_num_threads() { return omp_get_max_threads(); }
 
-// Reads all of `memory` once with all threads, as a measure of bandwidth. The sum keeps the compiler honest.
+// Reads all of `memory` once with all threads, to measure bandwidth. It returns the sum of the numbers, so that the
+// compiler does not leave the reading out.
 PENSTOCK_EXPORT double penstock_read(const float* memory, int64_t num_bytes) {
     constexpr int64_t kStride = 4 * kLanes;
     double total = 0;

@@ -1,4 +1,4 @@
-// Items of a loop shared out to the threads of a team.
+// Shares the items of a loop out to the threads of a team.
 #pragma once
 #include <omp.h>
 #include <stdint.h>
@@ -8,8 +8,8 @@
 constexpr int64_t kMostShares = 64;  // threads beyond it have no run of their own
 
 // Items [0, count), each of which is taken once. A thread first takes the items of its own run, in order and some at a
-// time: it reads memory on without a break, and writes no cache line that other threads write. Then it takes single items
-// from the ends of other threads' runs, so that no thread waits long for one whose core is shared.
+// time: it reads memory on without a break, and writes no cache line that other threads write. Then it takes single
+// items from the ends of other threads' runs, so that no thread waits long for one whose core is shared.
 class Shares {
 public:
     explicit Shares(int64_t count) {

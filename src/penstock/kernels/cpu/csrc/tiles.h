@@ -4,9 +4,9 @@
 //
 // Panels already lie as the unit takes them: sixteen pairs of inputs of a panel are sixteen rows of 128 bytes, the
 // first half of each for outputs 0 to 15, the second for 16 to 31. An instruction adds the products of 32 inputs to a
-// tile of at most 16 rows by 16 outputs: first those of even and of odd inputs, one after the other, then both sums,
-// then these to the tile. Each number has that one order whatever the number of rows, so all rows take this way, also
-// a single one.
+// tile of at most 16 rows by 16 outputs. It sums the products of even inputs and those of odd inputs, each one after
+// the other, adds both sums, and adds the result to the tile. Each number is summed in this order whatever the number
+// of rows, since even a single row takes this way.
 //
 // The unit has eight registers, whose shapes a thread sets (`TileShapes`); the system must allow their use.
 #pragma once
@@ -21,21 +21,21 @@
 constexpr int kTileRows = 16;        // of a register
 constexpr int64_t kTileInputs = 32;  // of an instruction
 constexpr int kTileWords = 16;       // the same in words of 4 bytes
-constexpr int kPassRows = 32;        // of an instruction's two registers of rows
+constexpr int kPassRows = 32;        // of two registers: so many rows pass by a panel at once
 constexpr int64_t kPairBytes = 128;  // of a panel: a pair of inputs for 32 outputs
 constexpr int64_t kStepBytes = kTileInputs / 2 * kPairBytes;
 
 // Whether the system lets this process use the unit; asked once, when the library is loaded (linear.cpp).
 extern const bool kHasTiles;
 
-// As many words as an instruction takes, a divisor of all of them, so that there is one shape.
+// The most words that an instruction can take and that divide `words`, so that all instructions have one shape.
 INLINE int words_at_once(int64_t words) {
     int most = kTileWords;
     while (words % most) most--;
     return most;
 }
 
-// The intrinsics do not tell the compiler which memory they read: what was written before them must be there.
+// The intrinsics do not tell the compiler which memory they read. This makes it write everything to memory before them.
 INLINE void settle_memory() { __asm__ volatile("" ::: "memory"); }
 
 INLINE bool request_tiles() {
@@ -44,7 +44,7 @@ INLINE bool request_tiles() {
 }
 
 // Registers 0 to 3 hold sums ([rows | rows beyond 16] x [outputs | outputs from 16]), 4 and 5 rows, 6 and 7 weights.
-// Of a thread; the registers are given back at the end, so that the system need not keep them for it.
+// Each thread has one. It gives the registers back at the end, so that the system need not save them for the thread.
 class TileShapes {
 public:
     ~TileShapes() {
@@ -120,7 +120,7 @@ struct TileSums {
         if (beyond_16) _tile_stored(3, sums + kTileRows * stride + kTileRows, stride * 4);
     }
 
-    // Of outputs 0 to 15 alone.
+    // Stores the sums of outputs 0 to 15 alone.
     static void store_low(float* sums, int64_t stride) {
         _tile_stored(0, sums, stride * 4);
         if (beyond_16) _tile_stored(2, sums + kTileRows * stride, stride * 4);
@@ -136,8 +136,8 @@ struct TileSums {
         multiply();
     }
 
-    // The first `inputs` inputs of `rows` rows and of a panel, from where both are given; they begin the sums or are
-    // added to them. A register is loaded for the next step as soon as this one's products have read it.
+    // Adds the products of `inputs` inputs of `rows` rows and a panel, from `x` and `w` on, to the sums; with `begins`
+    // the sums begin here. A register is loaded for the next step as soon as the products of this step have read it.
     static void add_block(TileRows x, int rows, const char* w, int64_t inputs, bool begins, FetchAhead ahead,
                           float* sums) {
         constexpr int64_t kStride = kPairBytes / 4, kHigh = kPairBytes / 2;

@@ -34,7 +34,7 @@ using u16r = uint16_t __attribute__((vector_size(2 * kRegister)));
 using i8r = int8_t __attribute__((vector_size(kRegister)));
 using u8r = uint8_t __attribute__((vector_size(kRegister)));
 
-// Lanes of several registers: GCC lowers its own vectors of such a width step by step, and keeps them in memory.
+// Lanes of several registers. GCC's own vectors of such a width are not used, since it keeps them in memory.
 template <class Half>
 struct Pair {
     Half low, high;
@@ -242,8 +242,8 @@ INLINE float first_lane(const Pair<Half>& lanes) {
     return first_lane(lanes.low);
 }
 
-// a * b + c, rounded once where the machine can. Of two products that are added, the compiler would choose which one to
-// round: there this says it.
+// a * b + c, rounded once where the machine can. Where two products are added, the compiler would choose which one to
+// round first; this function decides it.
 INLINE f32r fma(f32r a, f32r b, f32r c) {
 #if defined(__AVX512F__)
     return (f32r)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
