@@ -78,7 +78,7 @@ def _children(node: object) -> Sequence[object]:
 
 
 def kind_of(value: object) -> str:
-    """Return a value in words that are safe to print: "an object", "a list", or the value, cut if it is long."""
+    """Return a value in words that are safe to print: "an object", "a list", or the value, cut if long."""
     if value is None:
         return "null"
     if isinstance(value, dict):

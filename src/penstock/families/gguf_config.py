@@ -46,7 +46,7 @@ def gguf_spec(path: Path, families: Mapping[str, _Read], *, dequantize: bool = F
     """Return the model of a GGUF file.
 
     Args:
-        path: of the file, or of any part of a split one.
+        path: path of the file, or of any part of a model that is split into several.
         families: by architecture, the function that reads its configuration.
         dequantize: weights in quantised blocks are to become numbers of the dtype.
 

@@ -1,4 +1,4 @@
-"""The architectures of GGUF files that are served: what each is called elsewhere, and how its file differs.
+"""The architectures of GGUF files that are served: which family reads each, and how its files differ.
 
 A GGUF file names its architecture, such as `qwen2`, and its tensors by ggml's scheme. A kind says which
 family (`families.known`) reads the same model, which fields of `config.json` its metadata stand for, and what

@@ -23,7 +23,7 @@ def require_shapes(stored: Mapping[str, StoredTensor], spec: ModelSpec, file: st
     Args:
         stored: the tensors of the file, by the names of the model's weights.
         spec: the model as the metadata say it.
-        file: its name, for the error.
+        file: name of the file, for the error.
     """
     for name, shape in _matrices(spec):
         found = require_stored(stored, name, shape, file)

@@ -26,7 +26,7 @@ class BlockFormat:
     """A format of weights in blocks.
 
     Attributes:
-        name: as GGUF files call it.
+        name: name of the format in GGUF files.
         number: number of the format in GGUF files.
         block_bytes: bytes of a record in the file.
         bits: bits of q.

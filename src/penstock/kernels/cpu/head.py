@@ -57,7 +57,7 @@ class Head:
 
         Args:
             x: [num_rows, in_size], one row per row of the request.
-            product: its weight; x is filled in here. Its y, bias and gate are not used.
+            product: the product with the weight. Its x is filled in here; its y, bias and gate are not used.
             curve: from the product to logits; always the same.
 
         Returns:

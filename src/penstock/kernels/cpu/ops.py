@@ -475,7 +475,7 @@ class CpuKernels:
         Args:
             parts: all segments that a query sees, ascending. Segments that it does not see change nothing.
             sinks: as `Sight` has them.
-            dtype: of the result.
+            dtype: dtype of the result.
         """
         _, num_tokens, num_heads, value_dim = parts.values.shape
         y, struct = torch.empty(num_tokens, num_heads * value_dim, dtype=dtype), parts.struct(0)

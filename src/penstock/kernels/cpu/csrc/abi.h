@@ -148,8 +148,8 @@ struct QuantizedGatherArgs {
     int32_t out_size;  // ids beyond it give zeros
 };
 
-// What a norm does with its weight: rounds to `dtype` and multiplies; multiplies and rounds; multiplies with
-// 1 + weight and rounds.
+// What a norm does with the normalised numbers. Plain: it rounds them to `dtype` and multiplies them by the weight.
+// Wide: it multiplies them and then rounds. One-plus: as wide, with 1 + weight.
 constexpr int32_t kPlainNorm = 0, kWideNorm = 1, kOnePlusNorm = 2;
 
 // residual += x; y = residual / rms(residual) * weight, of all rows or the selected ones. x, residual:

@@ -6,8 +6,8 @@
 // Results are merged from the first chunk of a segment to its last, and then from the first segment to the last; a sink
 // comes after all of them. So a query's result depends on nothing but the query and its context: not on the queries
 // computed beside it, on how a prompt was cut into steps, on which thread took which chunk, or on which device took
-// which segment (`AttentionParts`). Masked tokens weigh exactly 0, and a chunk that is skipped gives what a chunk wholly
-// masked would.
+// which segment (`AttentionParts`). Masked tokens weigh exactly 0, and a chunk that is skipped gives what a chunk
+// wholly masked would.
 //
 // Work is cut into items: some consecutive tokens of a row, with the query heads of one or, for few tokens, of several
 // KV heads. The queries of a KV head are the rows of one small matrix product with its keys, and their weights the rows

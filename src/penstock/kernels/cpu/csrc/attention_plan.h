@@ -51,7 +51,7 @@ public:
 
     int64_t group_size() const { return group_size_; }
 
-    // Rows of the largest item.
+    // How many rows the largest item has.
     int64_t max_rows() const { return std::max(item_rows(), tokens_per_item() * group_size_); }
 
     int64_t rows_of_head(const Item& item) const { return item.num_tokens * group_size_; }

@@ -221,7 +221,7 @@ struct BlockPanels {
     void operator()(Shapes&, int64_t first_row, int rows, int64_t panel, float* tile) const;
 };
 
-// Rows as the product with block formats takes them: they bring the sum of each group.
+// Rounded rows for the product with block formats, which needs the sum of each group.
 INLINE RoundedRows rounded_for_blocks(void* scratch, int64_t in_size, int64_t group_size) {
     constexpr int kBitsOfSums = 1;  // RoundedGroup::start is minus the sum
     return RoundedRows(scratch, in_size, group_size < in_size ? group_size : in_size / 2, kBitsOfSums);
@@ -238,7 +238,7 @@ void with_block_panels(const QuantizedLinearArgs& args, int64_t num_rows, const 
     use(BlockPanels{rounded, (const BlockPanel*)args.weight, args.in_size});
 }
 
-// The same over whichever form the weight has.
+// As `with_block_panels`, for whichever form the weight has: block formats, 8 bits or 4.
 template <class Use>
 void with_rounded_panels(const QuantizedLinearArgs& args, int64_t num_rows, const Use& use) {
     if (args.bits == kBlocks)

@@ -69,7 +69,7 @@ static float scale_at(const QuantizedGatherArgs& args, int64_t at) {
     return first_lane(args.scale_dtype == kBFloat16 ? load((const bf16*)lanes) : load_float16(lanes));
 }
 
-// Inputs [first, first + count) of one output, all of one group.
+// Writes the weights of one output for inputs [first, first + count), all of one group, to y.
 template <class T>
 static void gather_group(const QuantizedGatherArgs& args, const uint8_t* column, int64_t first, int64_t count,
                          int32_t zero, float scale, T* y) {

@@ -51,8 +51,8 @@ public:
         if (rows_) _tile_release();
     }
 
-    // For at most 32 rows, and instructions that add the products of up to 16 words of each: a word is two numbers of
-    // bfloat16 or four bytes.
+    // Sets shapes for at most 32 rows, and instructions that add products of up to 16 words of each: a word is two
+    // numbers of bfloat16 or four bytes.
     void set(int rows, int words = kTileWords) {
         if (rows == rows_ && words == words_) return;
         struct alignas(64) {

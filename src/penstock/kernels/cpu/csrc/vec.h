@@ -19,7 +19,7 @@ using u16x16 = uint16_t __attribute__((vector_size(32)));
 
 constexpr int kLanes = 16;
 
-// As many lanes as a register holds.
+// How many lanes a register holds.
 #if defined(__AVX512F__)
 constexpr int kRegister = 16;
 #elif defined(__AVX__)
@@ -176,7 +176,7 @@ INLINE void store(int8_t* to, i32r lanes) {
 #endif
 }
 
-// As many bytes as a register has lanes.
+// Loads as many bytes as a register has lanes.
 INLINE i32r load_register(const uint8_t* from) {
 #if defined(__AVX512F__)
     return (i32r)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
