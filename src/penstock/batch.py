@@ -24,7 +24,7 @@ from penstock.config.engine import Pooling
 from penstock.errors import ErrorInfo, ProtocolError
 from penstock.request import StructuredOutputs, TokenLogprobs
 
-MADE_UP = "calibration-"  # ids of requests that no client has sent begin with this
+MADE_UP = "calibration-"  # ids of the core's own requests, which measure the stages, begin with this
 NO_GRAMMAR = -1
 KNOWN = -1  # token_from: the row's input ids are in the row table already (prompt, or a resumed request)
 GUESSED = -2  # token_from: the row's input id is the first of its drafts, and not sampled yet
@@ -64,7 +64,7 @@ GREEDY = RowSampling(
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True):
-    """A request enters the row table of every rank (first start, or resumption after preemption)."""
+    """A request that gets a row in the table of every rank: at its start, or again after a preemption."""
 
     row: int
     generation: int
@@ -103,7 +103,7 @@ class RewoundRow(msgspec.Struct, frozen=True, array_like=True):
     row: int
     step: int  # the step that has sampled its newest token
     num_tokens: int  # known tokens; all but the newest have their keys and values
-    newest_ids: list[TokenId]  # the last known tokens, with all that the first stage may not have yet
+    newest_ids: list[TokenId]  # the last known tokens, at least all that the first stage may not have yet
 
 
 class TierOrder(msgspec.Struct, frozen=True, array_like=True):
@@ -296,11 +296,11 @@ class StepResult(msgspec.Struct, frozen=True, tag="result", kw_only=True, omit_d
 
 
 class RankLoaded(msgspec.Struct, frozen=True, tag="loaded", kw_only=True):
-    """A rank has its weights. `max_blocks`: the KV blocks that its memory can hold."""
+    """The report of a rank that has loaded its weights: what it can hold, and what it computes with."""
 
     stage: Small
     tp_rank: Small = 0
-    max_blocks: Count
+    max_blocks: Count  # KV blocks that its memory can hold
     block_bytes: Count  # of one block over this rank's layers
     tensor_bytes: Count  # of its own weights, as it holds them in memory
     bytes_read: Count  # from checkpoint files, tensor data only
@@ -311,14 +311,14 @@ class RankLoaded(msgspec.Struct, frozen=True, tag="loaded", kw_only=True):
     end_layer: LayerNumber = 0  # the layer behind the rank's last one
     store_host: Word = ""  # as in `process.config.StoreConfig`
     peak_bytes: Count = 0  # measured for its largest plan, beside weights and KV cache; 0: not measured
-    margin_bytes: Count = 0  # that it leaves free beside all of these
+    margin_bytes: Count = 0  # left free beside weights, KV cache and `peak_bytes`
 
 
 class AllocateKV(msgspec.Struct, frozen=True, tag="allocate", kw_only=True):
     """The core's answer once all ranks have loaded: how many KV blocks every rank allocates [D9].
 
-    That is the minimum over all ranks. Plans then begin at `first_step` of `epoch`. A rank that has its KV
-    cache from an epoch before keeps it.
+    That is the minimum over all ranks. Plans then begin at `first_step` of `epoch`. A rank that has a KV
+    cache of an earlier epoch keeps the memory, and refuses another number of blocks.
     """
 
     num_blocks: int
@@ -419,8 +419,8 @@ NO_STORE_USE = StoreUse()
 
 OrderStatus = Literal[
     "done",
-    "late",  # a step could not wait for it any longer; what the store has may be good
-    "failed",  # not in the store, not what it should be, or the store does not work
+    "late",  # a step could not wait for the block any longer; the record in the store may be good
+    "failed",  # the record is missing or damaged, or the store does not work
 ]
 
 
@@ -454,7 +454,7 @@ class EntryCall(msgspec.Struct, frozen=True, tag="entry_call", kw_only=True, omi
         share: layers that the ranks of that host have, as `kvstore.layer_share` encodes them.
     """
 
-    number: int  # by which the answer is told from others
+    number: int  # the answer has the same number
     what: Literal["count", "enter", "strike", "empty"]
     names: list[bytes] = []
     share: bytes = b""
@@ -492,7 +492,7 @@ class BuiltGrammar(msgspec.Struct, frozen=True):
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
-    """The rank leaves the epoch, or ends; `error` is the first cause that it knows of."""
+    """The report of a rank that leaves the epoch, or ends; `error` is the first cause that the rank knows."""
 
     stage: int
     error: ErrorInfo
@@ -529,7 +529,7 @@ def encode(message: CoreToRank | RankToCore | SampledTokens | SampledCounts) -> 
 
 
 def decode_to_rank(frame: bytes) -> CoreToRank:
-    """Return the message that these bytes encode; raise `ProtocolError` if they encode none of this kind."""
+    """Return the message to a rank that these bytes encode. Raises `ProtocolError` for any other bytes."""
     return _decode(_to_rank, frame, "from the core")
 
 

@@ -6,30 +6,30 @@
     │   └── DecisionLogError       a file of decisions cannot be replayed
     ├── ModelError                 the model cannot be served                  exit 3
     │   ├── ModelConfigError       config.json (or a sibling) is bad
-    │   │   └── UnsupportedModelError   an architecture that we do not know
+    │   │   └── UnsupportedModelError   an architecture or format that is not supported
     │   └── CheckpointError        a file of weights is bad: file, tensor, expected, found
     │       └── ModelChangedError  a stage that starts again finds other weights   HTTP 503
     ├── NotEnoughMemoryError       weights or KV cache do not fit              exit 4
     ├── DiskSpaceError             a download does not fit on the disk         exit 4
-    ├── HubError                   the hub does not give a model               exit 5
+    ├── HubError                   the hub does not give a model               exit 5, HTTP 503
     │   ├── HubMissingError        it has no such model, revision or file      exit 3
-    │   ├── HubAccessError         it asks for a token, or for another one
-    │   ├── HubUnreachableError    no connection, no answer in time, or none wanted
+    │   ├── HubAccessError         the account, or its token, may not read the model
+    │   ├── HubUnreachableError    no connection, no answer in time, or HF_HUB_OFFLINE is set
     │   └── HubContentError        what came is not what the hub has announced
-    ├── PeerError                  a port, process or link                     exit 5, HTTP 503
+    ├── PeerError                  a port, process or link fails               exit 5, HTTP 503
     │   ├── PortInUseError
     │   ├── StageLostError         a rank died, hung or failed: stage and first cause
     │   ├── HostMissingError       a host is lost, and the others cannot take over its stages
     │   ├── WaitTimeoutError       a wait passed its deadline: peer and step
-    │   ├── LinkClosedError        the other end of a link went away
-    │   ├── ProtocolError          a frame that is not the one both ends agreed on
-    │   └── JoinError              a worker and the head do not come together
+    │   ├── LinkClosedError        the other end of a link or channel went away
+    │   ├── ProtocolError          a frame, message or plan is not what its receiver must get
+    │   └── JoinError              a worker cannot join the cluster of a head
     │       ├── JoinTokenError         the token is wrong, expired, used up or revoked
     │       ├── WrongClusterError      the head is not of the cluster of the token or certificate
     │       ├── OtherVersionError      the two hosts run different versions
-    │       ├── NameTakenError         another worker of this name is there
+    │       ├── NameTakenError         another worker of the cluster has this name
     │       └── CertificateError       a certificate is revoked, expired or of the wrong name
-    ├── StoreError                 the storage tier of the KV cache failed: only speed is lost
+    ├── StoreError                 a store failed; requests go on without it   exit 5, HTTP 503
     └── RequestError               one request is refused or failed; others go on
         ├── InvalidRequestError    HTTP 400: names the field
         ├── AuthenticationError    HTTP 401
@@ -41,10 +41,10 @@
         ├── ConstraintError        HTTP 400: nothing that the request allows can come next
         ├── NumericalError         HTTP 500: NaN or infinity in the row's logits
         ├── PlanMemoryError        HTTP 503: a stage had no memory for the plan that the row was in
-        └── QuarantinedError       HTTP 500: stages are lost when it runs
+        └── QuarantinedError       HTTP 500: two times in a row a stage was lost while the request ran
 
 Every message says what happened and why; `remedy` says what to do. `ErrorInfo` is the same error on a wire.
-Nothing here imports anything of ours but `bounds`.
+This module imports nothing of Penstock but `bounds`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from penstock.bounds import Small, Word
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An error as it crosses a process boundary. `kind` is the class name in this module."""
+    """An error as it is sent to another process; `kind` is the name of its class in this module."""
 
     kind: Word
     message: str
@@ -113,7 +113,10 @@ class PenstockError(Exception):
 
 
 def _ended_once(text: str) -> str:
-    """Return the text with one full stop at its end, though it may quote a whole sentence there."""
+    """Return the text without the second of two full stops at its end.
+
+    Two stand there if a message ends with a quoted sentence. An ellipsis of three is left as it is.
+    """
     return text[:-1] if text.endswith("..") and not text.endswith("...") else text
 
 
@@ -128,7 +131,10 @@ class PartitionError(UsageError):
 
 
 class DecisionLogError(UsageError):
-    """A file of decisions is missing, damaged or of another version, or what it was recorded with is."""
+    """A recording (a file of `--record-decisions`) cannot be read, or this version cannot replay it.
+
+    It is missing, damaged, or was made by another version or with settings that this version does not know.
+    """
 
     default_code = "decision_log"
 
@@ -142,7 +148,7 @@ class ModelConfigError(ModelError):
 
 
 class UnsupportedModelError(ModelConfigError):
-    """The checkpoint names an architecture that has no spec in `penstock.models`."""
+    """The model has an architecture, a vocabulary or a type of tensors that this version does not support."""
 
 
 class CheckpointError(ModelError):
@@ -176,11 +182,11 @@ def unreadable(file: str, error: OSError, *, tensor: str = "") -> CheckpointErro
 
 
 class ModelChangedError(CheckpointError):
-    """A stage that is started again finds another model than the engine has loaded at its start.
+    """A stage that is started again finds other weights than those that the engine loaded at its start.
 
     Args:
-        file: name of the file.
-        tensor: name of the tensor whose bytes differ, or "" when the difference was seen before any was read.
+        file: name of the file that differs.
+        tensor: name of the tensor whose bytes differ; "" if the difference was seen before a tensor was read.
     """
 
     http_status = 503
@@ -210,7 +216,7 @@ class DiskSpaceError(PenstockError):
 
 
 class HubError(PenstockError):
-    """The hub, or what stands for it, does not give a model that was asked for."""
+    """The Hugging Face Hub, or the mirror in its place, does not give a model that was asked for."""
 
     exit_code = 5
     http_status = 503
@@ -218,26 +224,26 @@ class HubError(PenstockError):
 
 
 class HubMissingError(HubError):
-    """The hub has no such model, revision or file, or none that can be used."""
+    """The hub has no such model, revision or file, or the model has no file that can be used."""
 
     exit_code = 3
     default_code = "hub_missing"
 
 
 class HubAccessError(HubError):
-    """The hub gives this model only to accounts that may have it."""
+    """The hub gives this model only to some accounts, and the account of the token is not one of them."""
 
     default_code = "hub_access"
 
 
 class HubUnreachableError(HubError):
-    """The hub cannot be reached, does not answer in time, or is not to be reached."""
+    """The hub cannot be reached, does not answer in time, or `HF_HUB_OFFLINE` forbids connections to it."""
 
     default_code = "hub_unreachable"
 
 
 class HubContentError(HubError):
-    """The hub has sent other content than it has announced: another hash or size, or not its protocol."""
+    """The hub has sent a file of another hash or size than it announced, or an answer of another protocol."""
 
     default_code = "hub_content"
 
@@ -249,7 +255,7 @@ class PeerError(PenstockError):
 
 
 class PortInUseError(PeerError):
-    """The address to listen on is taken or not ours."""
+    """The address to listen on is used by another program, or does not belong to this host."""
 
 
 class StageLostError(PeerError):
@@ -277,13 +283,13 @@ class LinkClosedError(PeerError):
 
 
 class ProtocolError(PeerError):
-    """A frame does not carry the header that the plan promised."""
+    """A frame, a message or a plan is not what its receiver must get at that point."""
 
     default_code = "protocol_mismatch"
 
 
 class JoinError(PeerError):
-    """A worker and the head do not come together; the head and all others go on."""
+    """A worker cannot join the head's cluster; the head and the other workers go on."""
 
     default_code = "join_failed"
 
@@ -313,13 +319,13 @@ class NameTakenError(JoinError):
 
 
 class CertificateError(JoinError):
-    """A certificate of the cluster is revoked, expired or belongs to another process than expected."""
+    """A certificate of the cluster is revoked or expired, or is that of another process than expected."""
 
     default_code = "certificate_refused"
 
 
 class StoreError(PenstockError):
-    """A store of KV blocks cannot do what it was asked: full, read-only, gone, or no right to it."""
+    """A store of KV blocks cannot do what it was asked: it is full, read-only, lost, or refuses the user."""
 
     exit_code = 5
     http_status = 503
@@ -374,7 +380,7 @@ class AbortedError(RequestError):
 
 
 class ConstraintError(RequestError):
-    """No id is left to be sampled for this row: its grammar and its other constraints exclude each other."""
+    """No token may be sampled for this row: its grammar and its other constraints exclude each other."""
 
     http_status = 400
     error_type = "invalid_request_error"
@@ -382,7 +388,7 @@ class ConstraintError(RequestError):
 
 
 class NumericalError(RequestError):
-    """The model gave NaN or infinity for this row; nothing sensible can be sampled."""
+    """The model gave NaN or infinity for this row, so that no token can be sampled and no vector be made."""
 
     default_code = "numerical"
 
@@ -399,7 +405,7 @@ class PlanMemoryError(RequestError):
 
 
 class QuarantinedError(RequestError):
-    """A stage was lost twice with this request in it, and no token between; it is not tried a third time."""
+    """A stage was lost twice while it ran this request, which got no token between; it is not tried again."""
 
     default_code = "quarantined"
 
@@ -425,7 +431,10 @@ _MAX_NAMED = 8  # requests, in one message
 
 
 def concerned(requests: Sequence[str]) -> str:
-    """Return the end of a message about a step: its requests, the first by name; empty without any."""
+    """Return the end of an error message about a step: the requests of the step; empty if there are none.
+
+    At most `_MAX_NAMED` requests are named; of the others the number is given.
+    """
     named, more = ", ".join(requests[:_MAX_NAMED]), len(requests) - _MAX_NAMED
     if more > 0:
         named += f" and {more} more"
@@ -433,7 +442,11 @@ def concerned(requests: Sequence[str]) -> str:
 
 
 def describe(error: BaseException) -> ErrorInfo:
-    """Return any exception as an `ErrorInfo`: ours keeps its kind, a foreign one is named in the text."""
+    """Return any exception as an `ErrorInfo`.
+
+    A `PenstockError` keeps its class name as the kind. Any other exception becomes the kind `PenstockError`,
+    and its class is named in the message.
+    """
     if isinstance(error, PenstockError):
         return error.info()
     return ErrorInfo(kind="PenstockError", message=f"{type(error).__name__}: {error}", code="internal_error")

@@ -2,13 +2,19 @@
 
     PENSTOCK_FAULTS="stage.forward@1:17=kill,rank.load@0:1=raise" penstock serve ...
 
-At the 17th forward pass of requests in stage 1 the process kills itself, at its first load stage 0 raises.
-The supervisor reads the variable and tells the stages in their configs; a stage that takes the place of a
-lost one is told nothing. `armed` is called once for each place, when a process puts its parts together, and
-returns the function itself where no fault is meant for it: the hot path has not one call more.
+Here each rank of stage 1 kills its own process at its 17th forward pass of clients' requests, and each rank
+of stage 0 raises an error when it loads its weights. The supervisor reads the variable, and puts each fault
+into the configs of the ranks that it is for. A rank that takes the place of a lost one gets no fault.
 
-Actions: `kill` (SIGKILL), `stop` (SIGSTOP), `hang` (say so on standard error, and never come back), `raise`
-(an exception that is nobody's own), `nan` (the first row of the result's hidden states is not a number).
+A process calls `armed` once for each fault point, when it puts its parts together. Where no fault is meant
+for the point, `armed` returns the function itself, so that calls of the function cost no more than before.
+
+Actions:
+
+    kill, stop   send SIGKILL or SIGSTOP to the own process
+    hang         write a line to standard error, and never return
+    raise        raise an `InjectedError`, which no code of Penstock expects
+    nan          set the hidden states of the step's first token to NaN; for `stage.forward` alone
 """
 
 from __future__ import annotations
@@ -36,10 +42,12 @@ R = TypeVar("R")
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """A fault that happens at the `count`-th call of a place in a stage; calls count from 1.
+    """A fault that happens at the `count`-th call of a fault point in a stage; the first call has number 1.
 
     Attributes:
-        tp_rank: number of the rank of the stage; None: each.
+        point: one of `POINTS`.
+        action: one of `ACTIONS`.
+        tp_rank: number of the rank, within the stage, that has the fault; None: each rank of the stage.
     """
 
     point: str
@@ -54,7 +62,7 @@ class InjectedError(Exception):
 
 
 def parse(text: str) -> list[Fault]:
-    """Return the faults in a text, separated by commas. Raises `UsageError`."""
+    """Return the faults that a text lists, separated by commas. Raises `UsageError`."""
     return [_parse_one(spec.strip()) for spec in text.split(",") if spec.strip()]
 
 
@@ -77,10 +85,11 @@ def armed(
     function: Callable[P, R],
     counts: Callable[P, bool] = lambda *_, **__: True,
 ) -> Callable[P, R]:
-    """Return `function`, or where a fault is meant for this place a function that has it.
+    """Return `function`; or, if a fault is meant for this point, a function that calls it and has the fault.
 
     Args:
-        counts: whether a call, with the arguments of `function`, is one of those that are counted.
+        faults: those in the config of this rank, which are meant for it.
+        counts: called with the arguments of a call; returns whether that call counts.
     """
     assert point in POINTS, point
     meant = {fault.count: fault.action for fault in faults if (fault.point, fault.stage) == (point, stage)}
@@ -115,5 +124,5 @@ def _break(action: str, point: str) -> None:
 
 
 def _spoil(result: Any) -> None:
-    """Make the first row of intermediate tensors NaN."""
+    """Set the hidden states of the first token to NaN."""
     result.tensors["hidden_states"][0] = float("nan")

@@ -1,13 +1,14 @@
 """The operations that an administrator may ask of a running engine, and their results. Plain data.
 
-The core takes an operation between two plans, and these are the same two for every rank, because ranks do
-nothing but replay plans in order [G4] [d18]:
+The core puts an operation into force between two plans. These are the same two plans for every rank, because
+ranks do nothing but replay plans in order [G4] [d18]:
 
-    accepted      the first plan that is made under it is step n
-    completed     a plan from n on has crossed all stages: every rank has everything before n behind it
+    accepted      the operation is in force, and step n is the first that is planned under it
+    completed     what the operation waits for has happened, and a step from n on that was planned after that
+                  has crossed all stages: every rank has finished all steps before n
 
-Asked for over HTTP (`server.routes.admin`), carried by `engine.client.async_engine`, done by
-`engine.core.operations_in_force`.
+`server.routes.admin` takes operations over HTTP, `engine.client.async_engine` sends them to the core, and
+`engine.core.operations_in_force` carries them out.
 """
 
 from __future__ import annotations
@@ -24,39 +25,40 @@ PauseMode = Literal["keep", "wait", "abort"]
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
-    """Compute no request, until `Resume`. Requests may come meanwhile, and wait.
+    """Start no request until `Resume`. Requests that come meanwhile wait.
 
     Attributes:
-        mode: what becomes of those that have started: `keep` holds them where they are, `wait` lets them
-            end, `abort` ends all that are there, waiting ones too, with an error.
+        mode: what becomes of the requests that the engine has. `keep` holds the running ones where they are,
+            `wait` lets them end, and `abort` ends all requests, also waiting ones, with an error.
     """
 
     mode: PauseMode = "keep"
 
 
 class Resume(msgspec.Struct, frozen=True, tag="resume"):
-    """Go on. A pause that is not complete never will be."""
+    """End a pause. A `Pause` that is not complete by then ends with an error."""
 
 
 class FlushCache(msgspec.Struct, frozen=True, tag="flush_cache"):
-    """Hide all earlier results in the pool from requests that start from now on; running ones go on.
+    """Hide the KV blocks on the devices from requests that start from now on; running requests go on.
 
-    Complete when, besides, every copy of a block has ended that was on its way to or from the store.
+    Blocks in the store stay findable, unless `store` is set. The operation waits for all copies of blocks to
+    or from the store that were under way when it began.
 
     Attributes:
-        store: the store's records of this model are deleted too. Where some may be left, the operation ends
-            with a `StoreError`; the pool is flushed all the same.
+        store: the store's records of this model are deleted too. If some may be left, the result has a
+            `StoreError`; the blocks on the devices are hidden all the same.
     """
 
     store: bool = False
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """End requests with an error, wherever they stand.
+    """End requests with an error, whether they wait or run.
 
     Attributes:
-        request_ids: each stands for the request of that id, and for all whose ids begin with it and a dash,
-            as those of one HTTP request do. None: all requests that are there.
+        request_ids: each stands for the request with that id, and for all requests whose ids begin with it
+            and a dash or a slash, as the ids of the sequences of one HTTP request do. None: all requests.
     """
 
     request_ids: list[str] | None = None
@@ -73,24 +75,24 @@ MAX_PLAN_INTERVAL_MS = 10_000
 
 
 class SlowDown(msgspec.Struct, frozen=True, tag="slow_down"):
-    """Let plans with work follow one another no faster than this; probes go on.
+    """Set the least time between two plans with tokens; health probes are not slowed down.
 
     Attributes:
-        interval_ms: from one to the next at least, 0 to `MAX_PLAN_INTERVAL_MS`; 0 is full speed again.
+        interval_ms: the least time from one plan to the next, 0 to `MAX_PLAN_INTERVAL_MS`; 0 is full speed.
     """
 
     interval_ms: int = 0
 
 
 class StartProfile(msgspec.Struct, frozen=True, tag="start_profile"):
-    """Begin a profile with the first plan under it.
+    """Begin a profile of the ranks' work with the first step that is planned under this operation.
 
-    Ranks report at once after that plan, so that earlier work is told apart.
+    Ranks report their times right after that step, so that the profile can leave out earlier work.
     """
 
 
 class StopProfile(msgspec.Struct, frozen=True, tag="stop_profile"):
-    """End a profile: the work of ranks from the first plan under it on does not belong to it."""
+    """End a profile with the last step that was planned before this operation."""
 
 
 SESSION_ID = f"[A-Za-z0-9._-]{{1,{MAX_SESSION_ID_CHARACTERS}}}"
@@ -107,14 +109,15 @@ def check_session_id(session_id: str) -> None:
 
 
 class OpenSession(msgspec.Struct, frozen=True, tag="open_session"):
-    """Keep from now on what requests of this session compute, rather than what others leave.
+    """Open a session: give up the KV blocks of its requests later than those of other requests.
 
-    See `kvcache.sessions`. A session that is open already keeps what it has, under the new bounds.
+    See `kvcache.sessions`. If the session is open already, it keeps its blocks, and gets the new bounds.
 
     Attributes:
-        capacity_tokens: most tokens that are kept of it; None: as much as all sessions together may have.
-        idle_s: it is closed when it has not been used for this long.
-        is_new: its name was made up for this operation, so that no replica can have it.
+        capacity_tokens: most tokens of the session whose blocks are kept; None: the bound of all sessions
+            together.
+        idle_s: the session is closed when it has had no request for so many seconds.
+        is_new: the server made up the name for this operation, so that no replica has such a session.
     """
 
     session_id: str
@@ -124,9 +127,9 @@ class OpenSession(msgspec.Struct, frozen=True, tag="open_session"):
 
 
 class CloseSession(msgspec.Struct, frozen=True, tag="close_session"):
-    """Close a session: what was kept for it counts like any other's. Its requests go on.
+    """Close a session: its KV blocks are no longer kept longer than others. Its requests go on.
 
-    Ends with a `NotFoundError` where there is no such session.
+    The operation ends with a `NotFoundError` if no such session is open.
     """
 
     session_id: str
@@ -141,10 +144,13 @@ class OperationDone(msgspec.Struct, frozen=True, kw_only=True):
     """The result of an operation.
 
     Attributes:
-        accepted_step: the first step that was planned under it.
-        completed_step: a step planned under it, and through all stages; None when it came to nothing.
-        error: why it came to nothing.
-        aborted: ids of the requests that an `Abort` has found and ended.
+        accepted_step: the first step that was planned under the operation.
+        completed_step: the step that completed it by crossing all stages; None if it ended without being
+            complete.
+        error: why it ended without being complete; or, of a complete `FlushCache`, why records may be left
+            in the store.
+        replica: number of the replica that carried it out.
+        aborted: ids of the requests that an `Abort` has found and ended; unset for other operations.
     """
 
     accepted_step: int

@@ -1,9 +1,9 @@
 """The request of a client and the answer to it, as plain values.
 
 `SamplingParams` or `PoolingParams` say what is wanted. A `GenerationRequest` travels from the front (`LLM`,
-`AsyncLLM`, the API process) to the engine core; `RequestUpdate` travels back once per step. Field names are
-vLLM's where the meaning is the same.
-Does not hold scheduling state (`scheduler.queues`) nor text (`engine.client.outputs`).
+`AsyncLLM`, the API process) to the engine core. A `RequestUpdate` travels back for each step that brings the
+request tokens or scores. Field names are vLLM's where the meaning is the same. The state of a request in the
+scheduler is in `scheduler.queues`, and its text is in `engine.client.outputs`.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The texts that a request may generate; exactly one of the first five is given.
+    """The constraint on the text that a request generates; exactly one of the first five fields is given.
 
     Attributes:
-        json: a JSON schema, as text.
-        json_object: any JSON object.
-        regex: a regular expression for the whole text, without look-around or back-references.
-        choice: one of these texts.
-        grammar: in Lark's notation, as llguidance reads it.
-        whitespace: JSON may have white space between its parts; without, there is none.
-        open_objects: objects of a JSON schema are as open as the schema says; without, those that only leave
-            undeclared fields open are closed, or their number of such fields is bounded.
+        json: the text is JSON that is valid by this JSON schema.
+        json_object: the text is any JSON object.
+        regex: the whole text matches this regular expression, which has no look-around or back-references.
+        choice: the text is one of these.
+        grammar: the text is derived from this grammar in Lark's notation, as llguidance reads it.
+        whitespace: JSON may have white space between its parts; if false, it has none.
+        open_objects: an object may have undeclared fields if its JSON schema does not forbid them. If false,
+            an object whose schema does not mention them gets none, or a bounded number of them
+            (`grammar.open_objects`).
     """
 
     json: str | None = None
@@ -56,7 +57,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     open_objects: bool = False
 
     def validate(self) -> None:
-        """Raise `InvalidRequestError` unless exactly one constraint is given, and it can be met."""
+        """Raise `InvalidRequestError` unless exactly one constraint is given, or if `choice` is empty."""
         given = [name for name in self.__struct_fields__[:5] if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             complaint = f"{' and '.join(given)} are given" if given else "none is given"
@@ -69,42 +70,44 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The choice of tokens, the end of the text, and the sharing of computed keys and values.
+    """The parameters of a request: how tokens are chosen, when the text ends, and what KV blocks it shares.
 
     Attributes:
         n: sequences to generate, which share the prompt (`engine.client.siblings`).
         temperature: 0 is greedy.
         top_k: keep the k likeliest tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches p.
-        min_p: drop tokens less likely than `min_p` times the likeliest.
-        presence_penalty: taken from the logit of each token that was generated before.
-        frequency_penalty: the same, as many times as it was generated.
-        repetition_penalty: the logit of each token of prompt and output is divided by it where it is above
-            zero, else multiplied with it (`sample.logit_changes` has the whole formula).
-        logit_bias: id -> what is added to its logit.
-        allowed_token_ids: ids that may be sampled, no others; None allows all.
-        bad_words: texts whose tokens are not generated, one after the other, with a space before them or
-            without; the front makes `bad_word_ids` of them (`tokenizer.bad_words`).
-        bad_word_ids: sequences of ids of which the last is not sampled right behind the others; only what was
-            generated counts.
+        min_p: drop tokens whose probability is less than `min_p` times that of the likeliest.
+        presence_penalty: subtracted from the logit of each token that was generated before.
+        frequency_penalty: subtracted from a token's logit once for each time that it was generated.
+        repetition_penalty: a positive logit of a token of the prompt or the output is divided by it, any
+            other logit of such a token is multiplied by it (`sample.logit_changes` has the whole formula).
+        logit_bias: token id -> the number that is added to its logit.
+        allowed_token_ids: the only ids that may be sampled; None allows all.
+        bad_words: texts whose sequence of tokens is not generated, with or without a space before the text;
+            the front makes `bad_word_ids` of them (`tokenizer.bad_words`).
+        bad_word_ids: sequences of ids. The last id of a sequence is not sampled right after its other ids,
+            if these were generated; tokens of the prompt do not count.
         seed: the i-th token is a pure function of (seed, i, logits); None lets the engine choose.
-        max_tokens: tokens to generate at most; None fills the model's context. With 0 the prompt is computed,
-            but for its last token, and nothing is generated.
-        min_tokens: end-of-sequence and stop ids are not sampled before this many tokens.
+        max_tokens: tokens to generate at most; None fills the model's context. With 0 the prompt is computed
+            up to, but not including, its last token, and nothing is generated.
+        min_tokens: end-of-sequence and stop ids are not sampled before this many tokens are generated.
         ignore_eos: go on past the model's own end-of-sequence ids.
-        stop: strings that end the text; found in the front, which cuts the text before them.
-        stop_token_ids: ids that end the request, beside the model's own.
-        logprobs: log-probabilities of the chosen token and of this many likeliest; None gives none.
-        prompt_logprobs: the same of each token of the prompt but the first, under those before it.
+        stop: strings that end the text. The front finds them, and cuts the text before them.
+        stop_token_ids: ids that end the request, beside the model's end-of-sequence ids.
+        logprobs: for each position, give the log-probability of the chosen token, and those of so many
+            likeliest tokens; None gives none.
+        prompt_logprobs: the same for each token of the prompt except the first, given the tokens before it.
         include_stop_str_in_output: leave the stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
-        shown_special_tokens: those that stay in it nevertheless, by name: the front reads tool calls by them.
-        detokenize: False leaves the text empty.
-        cache_salt: the request shares cached keys and values only with those of the same salt.
-        priority: what its keys and values are worth to a prefix cache whose policy is `priority`.
-        session_id: the open session that keeps them; "" is none.
-        structured_outputs: which texts may be generated; None allows all.
-        speculative: tokens may be guessed ahead, if the engine does so; it changes none of them.
+        shown_special_tokens: names of special tokens that stay in the text all the same, because the front
+            recognises tool calls by them.
+        detokenize: make text of the tokens; False leaves the text empty.
+        cache_salt: the request shares KV blocks only with requests that have the same salt.
+        priority: the value of the request's KV blocks to a prefix cache whose policy is `priority`.
+        session_id: the open session that keeps the request's KV blocks; "": the request has no session.
+        structured_outputs: the constraint on the generated text; None allows every text.
+        speculative: a drafter of the engine may guess tokens of this request; guesses change no token.
     """
 
     n: int = 1
@@ -142,7 +145,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
     def validate(self, vocab_size: int) -> None:
-        """Raise `InvalidRequestError` naming the first field that is out of range."""
+        """Raise `InvalidRequestError` if a field is out of range; the error names the first such field."""
         _check_range("n", self.n, 1, MAX_N)
         _check_range("temperature", self.temperature, 0.0, 2.0)
         _check_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
@@ -192,7 +195,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for word in self.bad_words:
             size = len(word.encode("utf-8", "surrogatepass"))
             _check_range("bad_words", size, 1, MAX_BAD_WORD_BYTES, what="length of a bad word in bytes")
-        most = 2 * MAX_BAD_WORDS  # with a space before it and without
+        most = 2 * MAX_BAD_WORDS  # a word has two sequences: with a space before it, and without
         _check_range("bad_word_ids", len(self.bad_word_ids), 0, most, what="number of bad_word_ids")
         for ids in self.bad_word_ids:
             _check_range(
@@ -212,7 +215,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check_range("stop_token_ids", token_id, 0, vocab_size - 1, what="a stop token id")
 
     def _validate_end(self) -> None:
-        """Raise `InvalidRequestError` for a field that prolongs the text: the grammar says where it ends."""
+        """Raise `InvalidRequestError` if `ignore_eos` or `min_tokens` is set beside a grammar.
+
+        They make a text longer, but the grammar says where it ends.
+        """
         for param, value in (("ignore_eos", self.ignore_eos), ("min_tokens", self.min_tokens)):
             if value:
                 raise InvalidRequestError(
@@ -239,11 +245,11 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """The way in which the hidden states of a prompt, after the final norm, become one vector.
 
     Attributes:
-        pooling: the state of the `last` token, the `mean` over all tokens, or `cls`: that of the first; None
-            takes what the engine was started with.
-        normalize: divide by the Euclidean length (of what is left after a cut).
-        dimensions: keep the first so many numbers only, for models that were trained for it
-            (`VectorShape`); None keeps all.
+        pooling: the vector is the hidden state of the `last` token, that of the first token (`cls`), or the
+            `mean` over all tokens. None takes the engine's setting.
+        normalize: divide the vector by its Euclidean length, after `dimensions` has cut it.
+        dimensions: keep only so many numbers from the beginning of the vector. The model must have been
+            trained for that (`VectorShape`). None keeps all.
     """
 
     pooling: Pooling | None = None
@@ -252,12 +258,12 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class VectorShape(msgspec.Struct, frozen=True, kw_only=True):
-    """The vectors that a model can give.
+    """The lengths of the vectors that a model can give.
 
     Attributes:
-        size: numbers of a whole vector.
-        cuts: other lengths to which it may be cut; those that the model was trained for.
-        any_cut: it may be cut to any length.
+        size: how many numbers a whole vector has.
+        cuts: shorter lengths that the model was trained for, to which a vector may be cut.
+        any_cut: a vector may be cut to any length.
     """
 
     size: int
@@ -300,9 +306,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     The front validates it before the core gets it.
 
     Attributes:
-        pooling: the prompt is pooled so, and nothing is generated; `sampling` says nothing then.
-        followers: further sequences; all are taken, or none.
-        follows: the request whose followers this one was among, in a request of its own.
+        pooling: how the vector is made of the prompt's hidden states. Nothing is generated then, and
+            `sampling` has no effect. None: tokens are generated.
+        followers: the further sequences; the core accepts all sequences of a request, or none.
+        follows: "" for most requests. If this request was a follower of another request, and is now sent as
+            a request by itself (`alone`), it is the id of that other request.
     """
 
     request_id: str
@@ -313,7 +321,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     follows: str = ""
 
     def alone(self) -> list[GenerationRequest]:
-        """Return each sequence as a request of its own, in the order of the choices."""
+        """Return each sequence as a request without followers, the first sequence first."""
         if not self.followers:
             return [self]
         replace = msgspec.structs.replace
@@ -331,9 +339,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """The log-probabilities (natural, of the raw model distribution) at one position.
+    """The log-probabilities at one position: natural logarithms, of the model's unchanged distribution.
 
-    The chosen token is the one that was sampled there, or the prompt's own.
+    The chosen token is the token that was sampled at this position; in a prompt, the prompt's token.
     """
 
     logprob: float  # of the chosen token
@@ -343,20 +351,20 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The news of one request from one step. After `finish_reason` is set no other update follows.
+    """What one step has brought one request. No update follows one that has a `finish_reason`.
 
-    Scores of the prompt come in updates of their own, in the order of its tokens, before all others.
+    Scores of the prompt come in separate updates, in the order of its tokens, before all other updates.
     """
 
     request_id: str
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None  # one per token id
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None  # the id that ended it, when one did
+    stop_token_id: int | None = None  # the id that ended the request, if an id did
     error: ErrorInfo | None = None  # set if and only if finish_reason == "error"
-    queue_seconds: float | None = None  # set on the first update: time spent waiting
-    num_cached_tokens: int = 0
-    num_accepted_drafts: int = 0  # of its tokens, those that had been guessed (`speculation.drafter`)
-    num_rejected_drafts: int = 0  # guesses that were none of its tokens
-    prompt_logprobs: list[TokenLogprobs] = []  # of the next tokens of the prompt; the first is its second
-    vector: bytes = b""  # of a pooled request, with its finish: float32 [hidden_size], as computed
+    queue_seconds: float | None = None  # time spent waiting; set up to the update with the first tokens
+    num_cached_tokens: int = 0  # prompt tokens found in the cache; set as `queue_seconds`, but not in errors
+    num_accepted_drafts: int = 0  # how many of `token_ids` were guessed before (`speculation.drafter`)
+    num_rejected_drafts: int = 0  # how many guesses of this step were wrong
+    prompt_logprobs: list[TokenLogprobs] = []  # of the next tokens of the prompt; they begin with its second
+    vector: bytes = b""  # float32 [hidden_size], before cut and norm; in the last update of a pooled request

@@ -1,16 +1,17 @@
 """The residency table: what each KV block holds, as the core or a rank records it; a digest compares them.
 
     rows       3 ──▶ request "a", written up to position 70, blocks 4 1 6
-    contents   4 ──▶ block 0 of what "a" has written      1 ──▶ what order 17 has loaded
-    names      4 ──▶ 9f3c…, because an order said so
+    contents   4 ──▶ block 0 of the table of "a", which "a" writes      1 ──▶ what order 17 has loaded
+    names      4 ──▶ 9f3c…, the hash by which an order has named the content of block 4
 
-Every rank keeps one by replaying plans, and nothing else (`replay`). The core keeps one from its own rows,
-block tables and orders (`scheduler.residency_ledger`), and puts its digest into each plan: so a plan that
-does not say what the core believes, or a rank that believes something else, is found out in that step, before
-a tensor is touched, and by name [H12] [H15].
+Every rank keeps a table by replaying plans, and from nothing else (`replay`). The core keeps one from its own
+rows, block tables and orders (`scheduler.residency_ledger`), and never from the plans. It puts the digest of
+its table into each plan. So a rank notices in the same step, before it computes, that a plan differs from the
+core's table, or that its own table does. The error names the request [H12] [H15].
 
-The digest is a sum modulo 2^64 of one term for each fact about requests that hold a row, and for each name;
-so it does not depend on the order in which facts came, and a step costs one multiplication for each row:
+The digest is a sum modulo 2^64 with one term for the length of each request that holds a row, one for each of
+its blocks, and one for each name. So it does not depend on the order in which facts are added, and a step
+costs one multiplication for each row:
 
     key(request) * length        mix(key, index, block, what the block holds)        mix(name, block)
 
@@ -29,23 +30,24 @@ from penstock.batch import NewRow, RewoundRow, ScheduledBatch, TierOrder
 from penstock.errors import ProtocolError, concerned
 
 _MASK = (1 << 64) - 1
-_SPREAD = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: neighbours come to lie far apart
-_NOT_TOLD = 0  # `ScheduledBatch.residency` of a plan that was not made from the core's own tables
+_SPREAD = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: products of near numbers lie far apart
+_NOT_TOLD = 0  # `ScheduledBatch.residency` of a plan without a digest: it was not made from the core's tables
 _NOT_STARTED = -1
 MISMATCH = "residency_mismatch"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Resident:
-    """A request that holds a row, or has held one: then it does not change any more.
+    """A request that holds a row, or has held one; once it has left the row, it does not change any more.
 
     Attributes:
         key: 64 bits that stand for row, generation and request.
-        length: positions that the plans so far write, if all their drafts are right; negative until the first
-            says where it starts.
-        num_drafts: drafts that the plans so far have brought: the true length is less by no more than these.
+        length: number of positions that the plans so far write, if all their drafts are right; negative until
+            a plan says at which position the request starts.
+        num_drafts: number of drafts in the plans since the row was entered or rewound. The true length is
+            less than `length` by at most so many.
         blocks: the block table.
-        blocks_part: the part of the digest that the blocks make.
+        blocks_part: the sum of the digest's terms for the blocks.
     """
 
     request_id: str
@@ -61,9 +63,10 @@ class Content(NamedTuple):
     """The content of a block.
 
     Attributes:
-        key: the key of its writer, or of what was loaded.
-        writer: the request that writes it; None if it was loaded.
-        place: index of the block in the writer's table.
+        key: the key of the request that writes the block; of a loaded block, a number made of its name and
+            its order.
+        writer: the request that writes the block; None if the block was loaded.
+        place: index of the block in the writer's block table.
     """
 
     key: int
@@ -78,9 +81,10 @@ class Residency:
         block_size: tokens per block.
 
     Attributes:
-        rows: the request that holds each row.
-        contents: the content of each block to which anything was written or loaded.
-        names: names that orders have given to blocks, until the block is given to another request.
+        rows: row -> the request that holds it.
+        contents: block -> its content, for each block into which anything was written or loaded.
+        names: block -> the hash by which an order has named its content, until the block is given to another
+            request.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -106,7 +110,10 @@ class Residency:
         return resident
 
     def leave(self, row: int) -> None:
-        """Take a row from its request; what its blocks hold stays until they are given to others."""
+        """Take a row from the request that holds it, if any.
+
+        The contents of the request's blocks stay until the blocks are given to other requests.
+        """
         resident = self.rows.pop(row, None)
         if resident is not None:
             self._sum -= resident.key * max(resident.length, 0) + resident.blocks_part
@@ -114,7 +121,8 @@ class Residency:
     def extend(self, resident: Resident, blocks: Sequence[int], num_found: int = 0) -> None:
         """Append blocks to a request's table.
 
-        The first `num_found` blocks of the table hold something already; the request writes the others.
+        The first `num_found` blocks of the table have their content already, since they were found in the
+        cache or loaded. The request writes the others.
         """
         part = 0
         for index, block in enumerate(blocks, len(resident.blocks)):
@@ -133,11 +141,18 @@ class Residency:
         resident.length = length
 
     def gain(self, terms: int) -> None:
-        """Do `reach` for many rows at once, whose lengths have been changed: key * tokens of all of them."""
+        """Update the digest for many requests at once, whose `length` the caller has changed.
+
+        Args:
+            terms: the sum of key * gained length over these requests.
+        """
         self._sum += terms
 
     def order(self, order: TierOrder) -> None:
-        """Note that the block holds what the order names, or will when it is carried out."""
+        """Note the name that an order gives to a block, and the new content if the order loads the block.
+
+        A load counts as done at once, although ranks carry it out later.
+        """
         if order.is_load:
             self.contents[order.block] = Content(_short(order.name) + order.order * _SPREAD)
         self._unname(order.block)
@@ -157,9 +172,10 @@ class Residency:
         A plan that the core has not made from its own tables (a measurement, a test's) is applied unchecked.
 
         Raises:
-            ProtocolError: the plan starts a row elsewhere than where this rank knows the row to be, the row's
-                blocks do not hold what the plan begins behind, or are too few; or else the digests differ. It
-                names step, request, both lengths and both digests.
+            ProtocolError: this plan does not fit the rank's table, or the digests differ. The plan starts a
+                row at another position than the rank has for it, behind blocks that do not hold the tokens
+                before that position, or with too few blocks. The error names step, request, both lengths and
+                both digests.
         """
         for row in plan.freed_rows:
             self.leave(row)
@@ -180,7 +196,7 @@ class Residency:
             )
 
     def _replay_orders(self, orders: Sequence[TierOrder]) -> str:
-        """Apply orders; return what is wrong with the first that cannot be carried out."""
+        """Apply orders; return what is wrong with the first order that stores an incomplete block, or ""."""
         complaint = ""
         for order in orders:
             held = self.contents.get(order.block)
@@ -191,7 +207,7 @@ class Residency:
         return complaint
 
     def _begin(self, new: NewRow) -> str:
-        """Begin a row that has its blocks before any of its tokens runs; return what is wrong with them."""
+        """Apply the blocks and the start that an entering row has; return what is wrong with them, or ""."""
         resident = self.rows[new.row]
         complaint = self._refusal_of_start(new.row, resident, new.start, new.blocks)
         self.extend(resident, new.blocks, new.start // self._block_size)
@@ -199,9 +215,9 @@ class Residency:
         return complaint
 
     def _rewind(self, rewound: RewoundRow) -> str:
-        """Let a row go on from its newest token; return what is wrong with that place.
+        """Set a row back to its newest known token; return what is wrong with that position, or "".
 
-        It must lie before what was planned, by no more than drafts can have been wrong.
+        The position must lie before the row's planned length, by at most the number of the row's drafts.
         """
         resident, length = self.rows.get(rewound.row), rewound.num_tokens - 1
         if resident is None:
@@ -215,9 +231,10 @@ class Residency:
         return _differ(rewound.row, resident, "is rewound to an impossible position", length, before)
 
     def _replay_rows(self, plan: ScheduledBatch, complaint: str) -> str:
-        """Apply the rows of a plan; return what is wrong with the first that does not fit.
+        """Apply the rows of a plan; return what is wrong with the first row that does not fit, or "".
 
-        Returns `complaint` if there is one already; empty when all fit.
+        Args:
+            complaint: what is wrong with the plan so far; if it is not empty, it is returned.
         """
         rows, size, gained = self.rows, self._block_size, 0
         for index, draft_ids in plan.drafts.items():
@@ -244,9 +261,10 @@ class Residency:
         return complaint
 
     def _refusal_of_start(self, row: int, resident: Resident, start: int, blocks: Sequence[int]) -> str:
-        """Return why a row cannot start at a position where it was not; empty if it can.
+        """Return why a row cannot start at a position that is not its length so far; empty if it can.
 
-        A row that enters starts behind whole blocks that hold what it would have written there.
+        Only a row that has not started can. It starts behind whole blocks, which hold the keys and values
+        that the row would have written there.
         """
         if resident.length != _NOT_STARTED:
             return _differ(row, resident, "starts at a wrong position", start, resident.length)
@@ -260,7 +278,11 @@ class Residency:
         return ""
 
     def _is_whole(self, block: int, index: int) -> bool:
-        """Whether it holds so much as block `index` of some table."""
+        """Return whether a block is complete, and can be block `index` of a request's block table.
+
+        A loaded block always can. A block that a request writes can if it has the same index in the table of
+        that request, and the request's plans fill it.
+        """
         content = self.contents.get(block)
         if content is None:
             return False
@@ -287,5 +309,5 @@ def _mix(key: int, value: int) -> int:
 
 
 def _short(name: bytes) -> int:
-    """Return eight bytes of a name as a number: names are hashes, so that some bits are as good as all."""
+    """Return the first eight bytes of a name as a number; as names are hashes, these tell names apart."""
     return int.from_bytes(name[:8])

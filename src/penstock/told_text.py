@@ -1,8 +1,8 @@
 """Makes text from another process or host safe to print on the terminal and to write to the log.
 
-Names, errors and descriptions of a worker are shown at the head in many places. All of them pass here once:
-when `hosts.remote_host` takes a message of its agent, and `executor.rank_sense` one of its ranks. Log lines
-have a way of their own (`hosts.logs.head_log`). Names in headers of weight files pass `printable`.
+The head shows names, errors and descriptions of workers in many places. All of them are cleaned once, when
+they arrive: in `hosts.remote_host` from the agent of a worker, and in `executor.rank_sense` from a rank. Log
+lines are cleaned by `hosts.logs.head_log`. `printable` cleans names from the headers of weight files.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Message = TypeVar("Message")
 
 
 def cleaned(message: Message) -> Message:
-    """Return a message whose text has no control characters and is not too long.
+    """Return a message in which every text has a bounded length and no control characters.
 
     Args:
-        message: a struct, or what stands in one.
+        message: a struct, or a value of one of its fields.
     """
     clean: Any = message
     if isinstance(message, str):
@@ -38,7 +38,7 @@ def cleaned(message: Message) -> Message:
 
 
 def _cleaned_struct(message: msgspec.Struct) -> msgspec.Struct:
-    """Return the struct itself where its text is clean, as almost always."""
+    """Return a struct with clean text: the struct itself if its text is clean already, as it mostly is."""
     changed = {}
     for name in message.__struct_fields__:
         value = getattr(message, name)
@@ -49,13 +49,16 @@ def _cleaned_struct(message: msgspec.Struct) -> msgspec.Struct:
 
 
 def _cleaned_trace(trace: str) -> str:
-    """Return the end of a stack trace, line by line."""
+    """Return the last `MAX_TRACE_LINES` lines of a stack trace, each cleaned."""
     lines = trace.splitlines()[-MAX_TRACE_LINES:]
     return "".join(f"{shown_line(line)}\n" for line in lines)
 
 
 def shown_line(line: str, max_chars: int = MAX_LINE_CHARS) -> str:
-    """Return a line of another process as it may be shown: not too long, control characters made visible."""
+    """Return a line from another process as it may be shown: cut, and with control characters escaped.
+
+    A tab becomes a space.
+    """
     if len(line) > max_chars:
         line = f"{line[:max_chars]}… ({len(line) - max_chars} characters more)"
     return "".join(
@@ -65,6 +68,6 @@ def shown_line(line: str, max_chars: int = MAX_LINE_CHARS) -> str:
 
 
 def printable(text: str) -> str:
-    """Return untrusted text of a file as it may be shown: printable, at most 120 characters."""
+    """Return untrusted text of a file as it may be shown: printable, and cut to 120 characters."""
     shown = text if text.isprintable() else ascii(text)[1:-1]
     return shown if len(shown) <= 120 else f"{shown[:117]}..."
