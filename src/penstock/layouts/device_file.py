@@ -1,4 +1,4 @@
-"""A file of hosts with devices, and of the links between them, for `--devices FILE.toml`.
+"""Reads a file of hosts, their devices, and the links between the hosts, for `--devices FILE.toml`.
 
 [[host]]
 name = "desk"
@@ -8,7 +8,7 @@ devices = "rtx4090:2"             # as in `layouts.device_text`, without commas
 name = "attic"
 devices = "cpu:16c:64g@40GB/s"
 
-[[link]]                           # of two hosts; others are joined by the slower of their own networks
+[[link]]                           # between two hosts; a pair without one has the slower of their networks
 hosts = ["desk", "attic"]
 rate = "1Gbit"
 latency = "5ms"
@@ -45,22 +45,23 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def devices_of(text: str) -> DeviceSet:
-    """Return the devices that a text describes, or the file that it names.
+    """Return the devices that the text of `--devices` describes, or that the file it names describes.
 
-    The caller looks up `device_text.HERE` and `device_text.JOINED`.
+    Args:
+        text: not `device_text.HERE` or `device_text.JOINED`: for these the caller asks the hosts.
 
     Raises:
-        UsageError: it cannot be read; says what is known.
+        UsageError: the text or the file cannot be read; the error lists the known devices.
     """
     named = text.strip()
     return read_device_file(Path(named)) if named.lower().endswith(SUFFIX) else parse_devices(named)
 
 
 def read_device_file(path: Path) -> DeviceSet:
-    """Return the devices of a file.
+    """Return the devices that a file describes.
 
     Raises:
-        UsageError: it cannot be read, or does not add up.
+        UsageError: the file cannot be read, two hosts have one name, or a link does not join two hosts.
     """
     read = _read(path)
     hosts = tuple(_host(path, each) for each in read.host)

@@ -1,16 +1,18 @@
 """Reads `--devices`: `a100-80g:4`, `h100:8x2@100Gbit`, `rtx4090+cpu:16c:64g@40GB/s`.
 
     --devices HOST,HOST,...        hosts; or one word: `here`, `joined`, or FILE.toml (`layouts.device_file`)
-    HOST    = DEVICES+DEVICES...   devices of one host; after the last: @10Gbit its network, @2ms its latency
+    HOST    = DEVICES+DEVICES...   the devices of one host
     DEVICES = KIND:NOTE:NOTE...    KIND is a known device, `gpu` or `cpu`
-    NOTE    = 4                    so many of them
-              8x2                  8 in each of two hosts
+    NOTE    = 4                    the host has so many of these devices
+              8x2                  there are two such hosts, and each has 8 of these devices
               16c  64g             cores of a CPU; memory of each device in GiB
               @40GB/s              memory bandwidth of each device
               160tflops            dense bfloat16 rate of each device
-              nvlink pcie          how the devices of the host are joined; nvlink=600GB/s
+              nvlink pcie          how the devices of the host are joined; with a rate: nvlink=600GB/s
+              @10Gbit  @2ms        rate and latency of the host's network
 
-A note may stand after `:` or after `@`.
+Each note may stand after `:` or after `@`. A note about the link or the network of a host may stand at any of
+its devices; if several give one, the last counts.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ from penstock.layouts.known_devices import (
     pcie_of,
 )
 
-HERE, JOINED = "here", "joined"  # this machine, measured; the hosts that have joined a head
+HERE, JOINED = "here", "joined"  # this machine, whose stages are measured; the hosts that join a head
 EXAMPLES = "a100-80g:4, h100:8x2@100Gbit, rtx4090:2 or cpu:16c:64g@40GB/s"
 
 _MAX_DEVICES = 4096
 _GPU, _CPU = "gpu", "cpu"
-_DEFAULT_NVLINK = 600e9  # of a device whose data sheet names none: two of its kind with bridges reach less
+_DEFAULT_NVLINK = 600e9  # for a device whose data sheet names no NVLink; real bridges between two are slower
 
 _NUMBER = r"([0-9]{1,7}(?:\.[0-9]{1,6})?)"
 _COUNT = re.compile(r"([0-9]{1,4})(?:x([0-9]{1,4}))?")
@@ -53,10 +55,10 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def parse_devices(text: str) -> DeviceSet:
-    """Return the devices that a text describes; a file is for `layouts.device_file`.
+    """Return the devices that a text describes; it may not name a file (see `layouts.device_file`).
 
     Raises:
-        UsageError: the text cannot be read; says what is known.
+        UsageError: the text cannot be read; the error lists the known devices.
     """
     hosts = [host for item in text.split(",") for host in hosts_of_item(item.strip())]
     devices = DeviceSet(hosts=tuple(_named(hosts)))
@@ -66,12 +68,19 @@ def parse_devices(text: str) -> DeviceSet:
 
 
 def _named(hosts: Sequence[DeviceHost]) -> list[DeviceHost]:
-    """Return the hosts by the names host0, host1, and so on."""
+    """Return the hosts with the names host0, host1, and so on."""
     return [replace(host, name=f"host{number}") for number, host in enumerate(hosts)]
 
 
 def hosts_of_item(item: str, name: str = "host") -> list[DeviceHost]:
-    """Return the hosts that one item describes: one, or as many as `8x2` says. Raises `UsageError`."""
+    """Return the hosts that one item between commas describes: one, or as many as `8x2` says.
+
+    Args:
+        name: the name that each of them gets.
+
+    Raises:
+        UsageError: the item cannot be read.
+    """
     if not item:
         raise bad_devices("a host between two commas is empty")
     if item.lower() in (HERE, JOINED):
@@ -97,7 +106,12 @@ def _with_notes(link: Link, rates: Sequence[float | None], latencies: Sequence[f
 
 
 def _own_link(devices: Sequence[Device]) -> Link:
-    """Return the link of a host's devices where none is given: the one that all of them have."""
+    """Return the link between a host's devices if no note gives one.
+
+    - CPUs: memory.
+    - GPUs of one kind: their NVLink, if the table of known devices has one for them.
+    - Others: the slowest PCIe among the GPUs.
+    """
     if all(device.is_cpu for device in devices):
         return MEMORY
     first = devices[0].kind
@@ -110,7 +124,16 @@ def _own_link(devices: Sequence[Device]) -> Link:
 
 @dataclass(slots=True, kw_only=True)
 class _Notes:
-    """The notes about some devices of a host; None: the note is missing."""
+    """The notes about some devices of a host; None: the note is missing.
+
+    Attributes:
+        text: kind and notes as the user wrote them, for errors.
+        count: number of these devices in a host.
+        num_hosts: number of hosts like this one.
+        join: how the devices are joined.
+        rate, latency: bytes a second and seconds of the host's network.
+        said: names of the notes that were given, to find one that is given twice.
+    """
 
     kind: str
     text: str
@@ -183,7 +206,7 @@ class _Notes:
         self.said.add(what)
 
     def device(self) -> Device:
-        """Return the device, with the notes in place of the known figures."""
+        """Return the device with its known figures, except those that a note gives."""
         known = self._cpu() if self.kind == _CPU else self._gpu()
         if self.kind != _CPU and self.cores is not None:
             raise bad_devices(f"{self.text!r} gives cores to a GPU")

@@ -1,7 +1,7 @@
 """The devices that a layout is planned for: their memory, their speed and the links between them.
 
 `layouts.device_text` reads them from `--devices`, `layouts.device_file` from a file, and `layouts.machines`
-makes them of hosts that are there. Values alone: knows no model, and touches no device.
+makes them from what real hosts report. The module has values alone: it knows no model, and touches no device.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A way between two devices or hosts.
+    """The connection between two devices, or between two hosts.
 
     Attributes:
-        kind: "nvlink", "pcie", "memory" (ranks of one CPU) or "network".
-        bytes_per_s: as data sheets give it; for nvlink and pcie both directions together.
-        latency_s: seconds of one message, one way.
+        kind: "nvlink", "pcie", "memory" (between ranks of one CPU) or "network".
+        bytes_per_s: rate in one direction; for nvlink and pcie the rates of both directions together, as data
+            sheets give them.
+        latency_s: seconds that the smallest message takes, one way.
     """
 
     kind: str
@@ -27,7 +28,7 @@ class Link:
     latency_s: float
 
     def seconds(self, num_bytes: float) -> float:
-        """Return the seconds for one message."""
+        """Return the seconds that one message of so many bytes takes."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
     @property
@@ -40,11 +41,12 @@ class Device:
     """The device of one rank.
 
     Attributes:
-        kind: its name in the table of known devices, "gpu" or "cpu".
+        kind: its name in the table of known devices; "gpu" for a GPU that is described by its figures, "cpu"
+            for a CPU.
         memory_bytes: memory of the device; for a CPU, of the host.
         read_bytes_per_s: memory bandwidth.
-        flops_per_s: dense matrix products in bfloat16.
-        cores: cores of a CPU; 0: it is a GPU.
+        flops_per_s: operations a second in dense matrix products in bfloat16.
+        cores: cores of a CPU; 0 for a GPU.
     """
 
     kind: str
@@ -59,7 +61,7 @@ class Device:
 
     @property
     def type(self) -> str:
-        """The kind of device as ranks know it."""
+        """The type of device as in the config of ranks: "cpu" or "cuda"."""
         return "cpu" if self.is_cpu else "cuda"
 
 
@@ -88,8 +90,9 @@ class DeviceSet:
     """All devices that a layout may use.
 
     Attributes:
-        hosts: at least one, each with a device, by names that differ.
-        links: between two hosts, by their names, where they are not what the hosts' own networks give.
+        hosts: at least one host. Each has a device, and no two have the same name.
+        links: the link between two hosts, by their names, for pairs whose figures are known. Other pairs are
+            joined by the slower of their networks (`DeviceHost.network`).
     """
 
     hosts: tuple[DeviceHost, ...]
@@ -101,7 +104,7 @@ class DeviceSet:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all hosts have equally many devices of one kind, joined alike."""
+        """Whether all devices are alike, and all hosts have as many of them, joined by the same link."""
         first = self.hosts[0]
         return all(
             (host.devices, host.link, host.is_uniform) == (first.devices, first.link, True)
@@ -109,9 +112,9 @@ class DeviceSet:
         )
 
     def link_between(self, one: str, other: str) -> Link:
-        """Return the link from one host to another, or between devices of one host.
+        """Return the link between two hosts; for a host and itself, the link between its devices.
 
-        Without a link of their own, the slower network of the two decides.
+        If `links` has none for the two hosts, it is made of their networks (`slower_link`).
         """
         by_name = {host.name: host for host in self.hosts}
         if one == other:
@@ -121,7 +124,7 @@ class DeviceSet:
 
 
 def slower_link(one: Link, other: Link) -> Link:
-    """Return the link that two ways together make: the lower rate and the longer latency."""
+    """Return two links in a row as one link: it has the lower of their rates and the longer latency."""
     return Link(
         kind=one.kind if one.bytes_per_s <= other.bytes_per_s else other.kind,
         bytes_per_s=min(one.bytes_per_s, other.bytes_per_s),

@@ -1,8 +1,10 @@
 """The estimate of a layout: the memory it needs on each device, and its speed, without a device or a weight.
 
-Memory follows the ranks' own rule (`runner.kv_demand`), the split of layers the default's where devices are
-alike and the planner's search where they are not, the number of micro-batches the scheduler's choice of the
-shortest cycle. Times come from `layouts.stage_times`, and from them `layouts.recurrence` what the pipe does.
+- Memory: by the rule that ranks use (`runner.kv_demand`).
+- Layers of each stage: the default split. If stages differ, or the default split does not fit, it is the
+  best split of the planner's search (`planner.partition_search`).
+- Times of stages: from the figures of the devices (`layouts.stage_times`).
+- Speed of the pipe: from these times, by `layouts.prediction`.
 """
 
 from __future__ import annotations
@@ -22,24 +24,29 @@ from penstock.planner.partition_search import StageTable, best_split
 from penstock.runner.kv_demand import KVDemand, margin_bytes, stranded_bytes
 from penstock.scheduler.cost_model import StepShape
 
-# Of a device's memory; the rest is the driver's and the libraries', and what lies between allocations.
+# The usable share of a device's memory. Driver, libraries, and gaps between allocations take the rest.
 _USABLE = {"cpu": 1.0, "cuda": 0.9}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEstimate:
-    """One rank of the first replica.
+    """The estimate of one rank of the first replica.
 
     Attributes:
+        tp_rank: its number in its stage.
         device: kind of its device.
-        kv_tokens: tokens that its memory has room for.
-        kv_block_bytes: bytes of one block over its layers.
-        activation_bytes: bytes of the largest step, at about its widest; where it was measured, its peak.
+        start_layer, layers: its first layer, and the number of its layers.
+        kv_tokens: tokens of KV cache that its memory has room for.
+        kv_block_bytes: bytes of one KV block, over all its layers.
+        activation_bytes: estimated bytes of the tensors of the largest step; the measured peak, if the rank
+            was measured.
         margin_bytes: bytes that are left free besides.
-        all_reduce_bytes_per_step: bytes that it sums with others for one token of each running request.
-        all_reduce_s: seconds of these at the rate of the link.
-        all_reduce_latency_s: seconds that these sums take besides.
-        stranded_bytes: bytes that it could use for KV if the tightest rank did not set the number of blocks.
+        all_reduce_bytes_per_step: bytes that it adds up with the other ranks of its stage for a step with one
+            token of each request at once on its replica (`Load.of_replica`).
+        all_reduce_s: seconds that these bytes take at the rate of the link.
+        all_reduce_latency_s: seconds that the sums of a step take besides, however few bytes they have.
+        stranded_bytes: bytes that it could use for KV blocks, but does not, because every rank has as many
+            blocks as the rank with the least room.
         free_bytes: bytes of its device that are left once the weights are loaded.
     """
 
@@ -65,14 +72,17 @@ class RankEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopEstimate:
-    """A way from one stage to the next, for one token of each running request.
+    """The estimate of a link from one stage to the next.
+
+    A step is one with a token of each request at once on the replica (`Load.of_replica`).
 
     Attributes:
         link: kind of the link.
-        bytes_per_step: bytes that cross: the sum of hidden states and residual.
-        seconds: time for the hidden states of one micro-batch, with latency.
-        hidden_and_residual_bytes: bytes of both apart, as engines send them that do not add them [I8].
-        hidden_and_residual_s: seconds of these at the rate of the link.
+        bytes_per_step: bytes that cross in a step: the sum of hidden states and residual.
+        seconds: time for the hidden states of one micro-batch, including the latency.
+        hidden_and_residual_bytes: bytes that would cross in a step if hidden states and residual were sent
+            separately, as other engines do [I8].
+        hidden_and_residual_s: seconds that these bytes would take at the rate of the link.
     """
 
     from_stage: int
@@ -86,11 +96,13 @@ class HopEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A layout with everything that is known of it.
+    """A layout with its split of the layers, its memory, and its predicted speed.
 
     Attributes:
         layers: number of layers of each stage.
-        is_default_split: it is the split that `serve` makes without `--partition`.
+        is_default_split: `serve` splits the layers so without `--partition`.
+        ranks: all ranks of the first replica, stage by stage.
+        hops: the links between the stages of the first replica, in their order.
     """
 
     layout: Layout
@@ -107,7 +119,7 @@ class Estimate:
 
     @property
     def stranded_bytes(self) -> int:
-        """The sum over all ranks of a replica."""
+        """The stranded bytes of all ranks of a replica together."""
         return sum(rank.stranded_bytes for rank in self.ranks)
 
     @property
@@ -125,8 +137,8 @@ def estimate(
     """Return the estimate of a layout; None: the model does not fit.
 
     Args:
-        layers: number of layers of each stage; None: the default split, or the best one where that is not
-            good.
+        layers: number of layers of each stage. None: the default split; if stages differ, or the default
+            split does not fit, the best split that fits.
     """
     even = [end - start for start, end in partition_layers(sizes.spec.num_layers, layout.pp)]
     wanted = even if layers is None else list(layers)
@@ -155,7 +167,7 @@ def estimate(
 
 
 def stage_links(layout: Layout, devices: DeviceSet) -> list[Link]:
-    """Return the ways from each stage but the last to the next, and from the last to the first."""
+    """Return the link from each stage to the next; the last entry is from the last stage to the first."""
     hosts = [site.host for site in layout.stages]
     return [
         devices.link_between(one, other) for one, other in zip(hosts, [*hosts[1:], hosts[0]], strict=True)
@@ -163,7 +175,11 @@ def stage_links(layout: Layout, devices: DeviceSet) -> list[Link]:
 
 
 def device_times(site: StageSite, sizes: ModelSizes, rank: RankSizes, layout: Layout) -> DeviceTimes:
-    """Return the times of a stage by its devices' figures."""
+    """Return the times of a stage, by the figures of its devices.
+
+    Args:
+        rank: the sizes of the rank of this stage whose times count.
+    """
     experts = sizes.spec.experts
     return DeviceTimes(
         sizes=rank,
@@ -176,7 +192,7 @@ def device_times(site: StageSite, sizes: ModelSizes, rank: RankSizes, layout: La
 
 
 def largest_ranks(layout: Layout, sizes: ModelSizes, layers: Sequence[int]) -> list[RankSizes]:
-    """Return the first rank of each stage, which never has less than the others."""
+    """Return the sizes of the first rank of each stage, which holds no less than the other ranks there."""
     ranks, start = [], 0
     for site, count in zip(layout.stages, layers, strict=True):
         shard = RankShard(0, site.num_ranks)
@@ -193,7 +209,10 @@ def _fits(layout: Layout, sizes: ModelSizes, layers: Sequence[int], load: Load) 
 
 
 def kv_blocks(sizes: ModelSizes, rank: RankSizes, site: StageSite, load: Load) -> int:
-    """Return the KV blocks that a rank's device has room for; 0: weights or one request do not fit."""
+    """Return the KV blocks that a rank's device has room for.
+
+    It is 0 if the weights do not fit, or if the KV cache of one request, or that of the settings, does not.
+    """
     usable = int(site.device.memory_bytes * _USABLE[site.device.type])
     available = usable - rank.weight_bytes - activation_bytes(sizes, rank, site.num_ranks, load)
     if available <= 0:
@@ -218,7 +237,7 @@ def kv_blocks(sizes: ModelSizes, rank: RankSizes, site: StageSite, load: Load) -
 
 
 def _searched(layout: Layout, sizes: ModelSizes, load: Load) -> list[int] | None:
-    """Return the split whose slowest stage is the fastest, of those that fit."""
+    """Return, of the splits that fit, the one whose slowest stage is the fastest; None if no split fits."""
     if sum(_most_layers(layout, sizes, load, stage) for stage in range(layout.pp)) < sizes.spec.num_layers:
         return None
     rows = max(1, load.of_replica(layout.dp) // layout.pp)
@@ -228,7 +247,7 @@ def _searched(layout: Layout, sizes: ModelSizes, load: Load) -> list[int] | None
 
 
 def _most_layers(layout: Layout, sizes: ModelSizes, load: Load, stage: int) -> int:
-    """Return how many layers a stage's devices have room for, with a request's KV cache."""
+    """Return the most layers that a stage's devices have room for, with the KV cache of one request."""
     site = layout.stages[stage]
     counts = range(1, sizes.spec.num_layers - layout.pp + 2)
     return bisect_left(
@@ -239,10 +258,10 @@ def _most_layers(layout: Layout, sizes: ModelSizes, load: Load, stage: int) -> i
 
 
 def _rank_with(layout: Layout, sizes: ModelSizes, stage: int, count: int) -> RankSizes:
-    """Return the first rank of a stage with so many layers.
+    """Return the sizes of the first rank of a stage with `count` layers.
 
-    They are taken from the model's end for the last stage, from its start for the first, and else from its
-    middle.
+    Which layers these are is not known before the split is. So the first stage gets the first layers of the
+    model, the last stage its last layers, and any other stage the layers from layer 1 on.
     """
     num_layers = sizes.spec.num_layers
     start = 0 if stage == 0 else num_layers - count if stage == layout.pp - 1 else 1
@@ -308,7 +327,11 @@ def rank_estimates(
 
 
 def activation_bytes(sizes: ModelSizes, rank: RankSizes, num_ranks: int, load: Load) -> int:
-    """Return the bytes of the largest step at its widest: streams, the middle of an MLP, and logits."""
+    """Return the estimated bytes of the tensors that the largest step holds at once.
+
+    They are three tensors as wide as the hidden states, three as wide as the middle of an MLP, and the
+    logits.
+    """
     spec, tokens = sizes.spec, load.scheduler.max_num_batched_tokens
     experts = spec.experts
     inner = spec.intermediate_size
@@ -322,10 +345,10 @@ def activation_bytes(sizes: ModelSizes, rank: RankSizes, num_ranks: int, load: L
 def hop_estimates(
     links: Sequence[Link], sizes: ModelSizes, load: Load, layout: Layout, predicted: Prediction
 ) -> list[HopEstimate]:
-    """Return the estimates of the ways between the stages of the first replica.
+    """Return the estimates of the links between the stages of the first replica.
 
     Args:
-        links: from each stage to the next, and from the last to the first.
+        links: from each stage to the next, and from the last to the first, which is left out.
     """
     rows = load.of_replica(layout.dp)
     both = sizes.hop_bytes(rows)

@@ -1,14 +1,14 @@
-"""Devices that are known by name, with the figures of their makers' data sheets.
+"""The devices that are known by name, with the figures of their maker's data sheets.
 
 Memory, memory bandwidth and dense bfloat16 rates (float16 where a device has no bfloat16; without sparsity,
 summed in float32) are those of NVIDIA's data sheets and architecture papers: "A100 Tensor Core GPU" (2021),
 "H100 Tensor Core GPU" (2023), "H200 Tensor Core GPU" (2024), "Blackwell Architecture Technical Brief" (2024),
 "L4", "L40S", "A10", "RTX A6000", "T4" and "V100" data sheets, "NVIDIA Ampere GA102", "NVIDIA Ada GPU
 Architecture" and "NVIDIA RTX Blackwell GPU Architecture" papers. NVLink and PCIe rates count both directions,
-as these papers do. Latencies are of one small message between two processes, of the order that NCCL's own
-tests show: 10 us over NVLink, 20 us over PCIe; 1 us through the memory of one host.
+as these papers do. A latency is the time of one small message between two processes, rounded to what NCCL's
+own tests show: 10 us over NVLink, 20 us over PCIe; 1 us through the memory of one host.
 
-What a device really reaches is less: `layouts.stage_times` takes a share of each figure.
+A device reaches less than its data sheet says: `layouts.stage_times` takes a share of each figure.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ _OTHER_NAMES = {"a100": "a100-80g", "h100-80g": "h100", "h200-141g": "h200", "v1
 KNOWN_NAMES = tuple(sorted((*_TABLE, *_OTHER_NAMES)))
 
 MEMORY = Link(kind="memory", bytes_per_s=10 * _GB, latency_s=1e-6)  # between ranks of one CPU
-NETWORK = Link(kind="network", bytes_per_s=10e9 / 8, latency_s=100e-6)  # 10 Gbit/s, where nothing is said
+NETWORK = Link(kind="network", bytes_per_s=10e9 / 8, latency_s=100e-6)  # 10 Gbit/s, if no figure is given
 
-CPU_BYTES_PER_S = 40 * _GB  # two channels of DDR5, where nothing is said
+CPU_BYTES_PER_S = 40 * _GB  # two channels of DDR5, if no figure is given
 FLOPS_PER_CORE = 50e9  # one core with 256-bit vectors
 
 
 def known_device(name: str) -> Device | None:
-    """Return the device of this name, in small letters; None: it is not in the table."""
+    """Return the device of a name, which is in small letters; None: the table does not have the name."""
     figures = _TABLE.get(_OTHER_NAMES.get(name, name))
     if figures is None:
         return None
@@ -76,11 +76,11 @@ def known_device(name: str) -> Device | None:
 
 
 def pcie_of(kind: str) -> Link:
-    """Return the bus of a known device; PCIe 4 for others."""
+    """Return the PCIe link of a known device; for any other device PCIe 4."""
     return _TABLE[kind][4] if kind in _TABLE else PCIE_4
 
 
 def nvlink_of(kind: str) -> Link | None:
-    """Return the NVLink of a known device; None: it has none."""
+    """Return the NVLink of a known device; None: it has none, or the table does not have the device."""
     rate = _TABLE[kind][3] if kind in _TABLE else 0
     return nvlink(rate * _GB) if rate else None

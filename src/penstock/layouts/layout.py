@@ -1,7 +1,7 @@
-"""The layouts of a model: the number of stages, ranks and replicas, and all that some devices allow.
+"""The layouts of a model: how many stages, ranks and replicas it has, and which layouts some devices allow.
 
-A stage takes devices of one host that are alike. Stages follow the order of the hosts, so that as few links
-as possible lie between hosts. `layouts.estimate` says how good a layout is.
+The ranks of a stage are on devices of one host, and these devices are alike. Stages follow the order of the
+hosts, so that as few links as possible lie between hosts. `layouts.estimate` says how good a layout is.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ _FEW_STAGES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSite:
-    """The place where a stage runs.
+    """The devices of one host on which a stage runs.
 
     Attributes:
-        device: device of each of its ranks; they are alike.
-        link: link between them.
+        host: name of the host.
+        device: the device of each rank; all are alike.
+        link: the link between these devices.
     """
 
     host: str
@@ -41,8 +42,8 @@ class Layout:
     """The stages of one replica, and the number of replicas.
 
     Attributes:
-        replica_sites: the stages of each replica; the first one's are estimated.
-        expert_parallel: the ranks of a stage have whole experts.
+        replica_sites: for each replica, the sites of its stages. Estimates are made for the first replica.
+        expert_parallel: the ranks of a stage have whole experts, not slices of each.
     """
 
     replica_sites: tuple[tuple[StageSite, ...], ...]
@@ -54,7 +55,7 @@ class Layout:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all stages have as many devices of one kind."""
+        """Whether all stages have equally many devices, which are alike and joined by the same link."""
         return are_alike(self.stages)
 
     @property
@@ -76,7 +77,7 @@ class Layout:
 
     @property
     def ep(self) -> int:
-        """The number of ranks of a replica over which the experts lie whole; 1: they are cut by width."""
+        """The number of ranks of a replica if these have whole experts; 1 if experts are cut into slices."""
         return sum(self.tp_sizes) if self.expert_parallel else 1
 
     @property
@@ -93,7 +94,11 @@ class Layout:
         return str(self.tp) if len(set(self.tp_sizes)) == 1 else ",".join(map(str, self.tp_sizes))
 
     def flags(self, layers: Sequence[int] | None = None) -> str:
-        """Return the flags of `penstock serve`, with the layers of the stages if they are given."""
+        """Return the flags of `penstock serve` for this layout.
+
+        Args:
+            layers: number of layers of each stage, for `--partition`; None: the flag is left out.
+        """
         parts = [f"--pp {self.pp}", f"--tp {self._tp_text}"]
         parts += [f"--dp {self.dp}"] if self.dp > 1 else []
         parts += ["--ep"] if self.expert_parallel else []
@@ -115,7 +120,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """The parts of a layout that the user has fixed; None: it is open."""
+    """The parts of a layout that the user has fixed; None: the user leaves this part open."""
 
     pp: int | None = None
     tp: tuple[int, ...] | None = None
@@ -137,17 +142,19 @@ class Wanted:
 
 
 def are_alike(sites: Sequence[StageSite]) -> bool:
-    """Return whether stages on these sites would be equally fast and large."""
+    """Return whether all sites have equally many devices, which are alike and joined by the same link."""
     return len({(site.device, site.num_ranks, site.link) for site in sites}) <= 1
 
 
 def layouts_on(
     devices: DeviceSet, spec: ModelSpec, most_replicas: int, load_bits: int | None = None
 ) -> Iterator[Layout]:
-    """Yield every layout of a model on some devices, each once.
+    """Yield the layouts of a model on some devices, each once.
+
+    Not all numbers of stages (`_numbers_of_stages`) and replicas are tried.
 
     Args:
-        most_replicas: more would have nothing to do.
+        most_replicas: most replicas of a layout; more would have no request to run.
         load_bits: bits of weights that are quantised at load; None: they are not.
     """
     seen = set()
@@ -168,7 +175,7 @@ def _layouts_of(
             continue
         for dp in _numbers_of_replicas(min(len(sites) // pp, most_replicas)):
             if not alike and dp > 1 and pp * dp < len(sites):
-                continue  # replicas of unlike stages share all of them out
+                continue  # sites that are unlike are either all used by the replicas, or there is one replica
             replicas = _replicas(sites, pp, dp)
             tp = max(site.num_ranks for site in replicas[0])
             if can_share(spec, tp, load_bits):
@@ -178,7 +185,11 @@ def _layouts_of(
 
 
 def _numbers_of_stages(num_sites: int, num_hosts: int) -> list[int]:
-    """Return all small numbers of stages, and the larger ones that share the sites, or hosts, out."""
+    """Return the numbers of stages to try.
+
+    All up to `_FEW_STAGES` are tried. Of the larger ones, those are tried that divide the number of sites,
+    are a multiple of the number of hosts, or are the largest.
+    """
     most = min(num_sites, _MOST_STAGES)
     return [
         pp
@@ -188,12 +199,12 @@ def _numbers_of_stages(num_sites: int, num_hosts: int) -> list[int]:
 
 
 def _numbers_of_replicas(most: int) -> list[int]:
-    """Return 1, 2, 4, ... and the most."""
+    """Return the powers of two up to `most`, and `most` itself."""
     return sorted({1 << power for power in range(most.bit_length())} | {most})
 
 
 def _replicas(sites: Sequence[StageSite], pp: int, dp: int) -> tuple[tuple[StageSite, ...], ...]:
-    """Share out the fastest sites, in their order, as many for each replica."""
+    """Return the sites of each of `dp` replicas with `pp` stages: the fastest ones, in the order given."""
     by_speed = sorted(
         range(len(sites)), key=lambda index: -sites[index].device.read_bytes_per_s * sites[index].num_ranks
     )
@@ -204,7 +215,11 @@ def _replicas(sites: Sequence[StageSite], pp: int, dp: int) -> tuple[tuple[Stage
 def _site_lists(
     devices: DeviceSet, spec: ModelSpec, load_bits: int | None
 ) -> Iterator[tuple[StageSite, ...]]:
-    """Yield lists of stages of one size each; for unlike devices also of the largest that hosts allow."""
+    """Yield lists of sites; the sites of a list have equally many devices.
+
+    If devices differ, one more list follows. Its sites take as many alike devices of a host as can share a
+    stage.
+    """
     most = max(len(host.devices) for host in devices.hosts)
     sizes = [
         size
@@ -226,11 +241,11 @@ def _site_lists(
 
 
 def can_share(spec: ModelSpec, size: int, load_bits: int | None, *, expert_parallel: bool = False) -> bool:
-    """Return whether so many ranks can share a stage.
+    """Return whether a stage of this model can be cut into parts for `size` ranks.
 
     Args:
         load_bits: bits of weights that are quantised at load; None: they are not.
-        expert_parallel: the ranks have whole experts.
+        expert_parallel: the ranks have whole experts, not slices of each.
     """
     try:
         require_shardable(spec, size, expert_parallel=expert_parallel)
@@ -251,6 +266,6 @@ def _sites_of_run(host: DeviceHost, run: Sequence[Device], size: int) -> Iterato
 
 
 def _runs(host: DeviceHost) -> list[list[Device]]:
-    """Return the devices of a host, those alike together."""
+    """Return the devices of a host in groups of alike devices, GPUs before CPUs."""
     ordered = sorted(host.devices, key=lambda device: (device.is_cpu, device.kind, device.memory_bytes))
     return [list(run) for _, run in groupby(ordered)]

@@ -1,7 +1,7 @@
-"""Devices of hosts that are there, from what the hosts say they have: for `--devices joined`.
+"""Makes devices of real hosts from the resources that they report, for `--devices joined` and `here`.
 
-The figures of a GPU are looked up by its name; a CPU is taken as a usual one with so many cores. Links are
-as they were measured.
+The figures of a GPU are those of the known device with its name. A CPU gets usual figures for its number of
+cores. Links between hosts have the figures that were measured.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from penstock.process.config import HostLink
 
 
 def devices_of_hosts(hosts: Sequence[HostResources], links: Sequence[HostLink]) -> DeviceSet:
-    """Return the devices of hosts: the GPUs of each, or its CPU where it has none.
+    """Return the devices of hosts: the GPUs of each host, or its CPU if it has no GPU.
 
     Raises:
-        UsageError: a GPU is not known by its name.
+        UsageError: no known device has the name of a GPU.
     """
     return DeviceSet(
         hosts=tuple(map(_host, hosts)),
@@ -46,7 +46,7 @@ def devices_of_hosts(hosts: Sequence[HostResources], links: Sequence[HostLink]) 
 
 
 def cpu_device(host: HostResources) -> Device:
-    """Return the CPU of a host, with what is free of its memory."""
+    """Return the CPU of a host as a device; its memory is what is free on the host now."""
     return Device(
         kind="cpu",
         memory_bytes=host.free_bytes,
@@ -79,7 +79,11 @@ def _gpu(host: str, model: str) -> Device:
 
 
 def known_name(model: str) -> str | None:
-    """Return the known device that a driver calls such as "NVIDIA A100-SXM4-80GB"; None if it is unknown."""
+    """Return the name in `KNOWN_NAMES` of a GPU, or None if it is unknown.
+
+    Args:
+        model: the GPU's name as its driver reports it, such as "NVIDIA A100-SXM4-80GB".
+    """
     words = re.split(r"[^a-z0-9]+", model.lower())
     joined = {*words, *("".join(pair) for pair in pairwise(words))}
     matching = [name for name in KNOWN_NAMES if all({part, f"{part}b"} & joined for part in name.split("-"))]

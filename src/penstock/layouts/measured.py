@@ -1,8 +1,9 @@
 """The estimate of a layout of this machine, from the planner's measurements of its stages.
 
-The planner times the stages of one layout side by side (`planner.measure`), finds the best split and how
-many tokens each stage has room for (`planner.performance`). Here this becomes an `Estimate` as any other, so
-that layouts can be compared. The links between stages of one host are part of the measured steps.
+The planner times the stages of one layout side by side (`planner.measure`). From these times it finds the
+best split, and how many tokens of KV cache each stage has room for (`planner.performance`). Here this becomes
+an `Estimate`, so that layouts can be compared. The links between stages of one host are part of the measured
+steps, and are taken to cost no time besides.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from penstock.planner.performance import PartitionChoice
 from penstock.runner.kv_demand import stranded_bytes
 
 _NO_TIME = Link(kind="memory", bytes_per_s=1e18, latency_s=0.0)
-_MOST_LAYOUTS = 8  # that are measured, some seconds each
+_MOST_LAYOUTS = 8  # layouts that are measured; each takes some seconds
 
 
 def layouts_here(device: Device, spec: ModelSpec, wanted: Wanted, load_bits: int | None) -> list[Layout]:
-    """Return the layouts of one host that are worth measuring: at most a rank on each core.
+    """Return the layouts of one host that are measured: at most `_MOST_LAYOUTS`, those of few ranks first.
+
+    They have at most one rank for each core, unless the user has fixed more.
 
     Args:
         device: the CPU of the host.
@@ -41,13 +44,16 @@ def layouts_here(device: Device, spec: ModelSpec, wanted: Wanted, load_bits: int
 
 
 def devices_here(device: Device, name: str) -> DeviceSet:
-    """Return this host as a set of devices."""
+    """Return the set of devices that has this host alone, with its CPU as the device."""
     host = DeviceHost(name=name, devices=(device,), link=MEMORY, network=NETWORK)
     return DeviceSet(hosts=(host,))
 
 
 def _sizes(cores: int, spec: ModelSpec, wanted: Wanted) -> Iterator[tuple[int, int]]:
-    """Yield numbers of stages and of ranks of each; those that the user has fixed may exceed the cores."""
+    """Yield pairs of a number of stages and a number of ranks of each stage.
+
+    Their product is at most the number of cores, unless the user has fixed larger numbers.
+    """
     for pp in [wanted.pp] if wanted.pp else range(1, min(cores, spec.num_layers) + 1):
         for tp in [max(wanted.tp)] if wanted.tp else range(1, cores + 1):
             if (wanted.pp and wanted.tp) or pp * tp <= max(cores, wanted.pp or 0, *(wanted.tp or (0,))):
@@ -55,7 +61,7 @@ def _sizes(cores: int, spec: ModelSpec, wanted: Wanted) -> Iterator[tuple[int, i
 
 
 def layout_here(device: Device, pp: int, tp: int) -> Layout:
-    """Return the layout of so many stages of so many ranks on one host."""
+    """Return the layout of `pp` stages with `tp` ranks each, all on the CPU of one host."""
     site = StageSite(host="here", device=device, num_ranks=tp, link=MEMORY)
     return Layout(replica_sites=((site,) * pp,))
 
@@ -69,10 +75,12 @@ def measured_estimate(
     is_default_split: bool,
     layers: Sequence[int] | None = None,
 ) -> Estimate:
-    """Return the measurements of a layout as an estimate.
+    """Return the estimate of a layout whose stages the planner has measured.
 
     Args:
-        layers: number of layers of each stage; None: the planner's split.
+        choice: the measurements, and the best split by them.
+        is_default_split: `serve` splits the layers so without `--partition`.
+        layers: number of layers of each stage; None: those of the planner's best split.
     """
     layers = choice.best.layers if layers is None else layers
     times = [

@@ -1,8 +1,8 @@
 """The sizes of a model, rank by rank: parameters, bytes of weights as they are held, and bytes of KV cache.
 
-Made of what the families know: `ModelSpec` counts parameters, `families.sharding` cuts them for the ranks of
-a stage, the quantisation of a checkpoint or the types of a GGUF file say how many bits they take. Reads
-configurations and headers; no weights, and none need be there.
+`ModelSpec` counts the parameters, and `families.sharding` cuts them for the ranks of a stage. How many bits a
+parameter takes follows from the quantisation of the checkpoint, or from the types in a GGUF file. Only
+`config.json` and the headers of GGUF files are read; the weights need not be on this machine.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from penstock.kernels.quantized_groups import INT4_GROUP_SIZE
 
 CONFIG_FILE = "config.json"
 _SCALE_BITS = 16.0
-_LOAD_BITS = {"int8": 8.0, "int4": 4.0 + _SCALE_BITS / INT4_GROUP_SIZE}
+_LOAD_BITS = {"int8": 8.0, "int4": 4.0 + _SCALE_BITS / INT4_GROUP_SIZE}  # of weights quantised at load
 _GGUF_LAYER = re.compile(r"blk\.([0-9]{1,6})\.")
 _GGUF_EMBEDDING, _GGUF_HEAD = "token_embd.", "output."
 
 
 @dataclass(frozen=True, slots=True)
 class RankShard:
-    """A rank among those of its stage."""
+    """The number of a rank in its stage, and the number of ranks of that stage."""
 
     rank: int
     size: int
@@ -38,17 +38,20 @@ class RankShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSizes:
-    """The amounts that one rank holds, and that it reads and computes for tokens.
+    """The amounts that one rank holds, and the amounts that it reads and computes for tokens.
 
     Attributes:
+        num_layers, parameters: numbers of the rank's layers, and of all its parameters.
         weight_bytes: bytes of all its parameters.
-        layer_bytes: bytes of its layers.
-        expert_bytes: bytes of all experts in its layers; they are read as far as tokens need them.
-        head_bytes: bytes of the output head, where it is here; read when a step samples.
+        layer_bytes: bytes of its layers' parameters.
+        expert_bytes: the part of `layer_bytes` that routed experts have; a step reads only the experts that
+            its tokens go through.
+        head_bytes: bytes of the output head, which is read when a step samples; 0 on other stages than the
+            last.
         token_parameters: parameters of its layers that one token is multiplied with.
-        head_parameters: parameters of the output head.
-        attended_flops: operations for each position that a token attends to, over its layers.
-        kv_bytes_per_token: bytes over its layers.
+        head_parameters: parameters of the output head; 0 on other stages than the last.
+        attended_flops: operations of all its layers for each position that a token attends to.
+        kv_bytes_per_token: bytes of KV cache for one token, over all its layers.
     """
 
     num_layers: int
@@ -68,11 +71,11 @@ class ModelSizes:
     """A model and the form in which its weights are held.
 
     Attributes:
-        name: as the user gave it.
-        item_bytes: bytes of a number that is computed with, also in the KV cache.
-        layer_bits: bits of a parameter of each layer, on average.
-        embedding_bits, head_bits: bits of a parameter of these.
-        form: the form of the weights, in words.
+        name: name or path of the model, as the user gave it.
+        item_bytes: bytes of one number in hidden states and in the KV cache.
+        layer_bits: for each layer, the mean bits of a parameter.
+        embedding_bits, head_bits: mean bits of a parameter of the embedding, and of the output head.
+        form: the form of the weights, in words, such as the name of their quantisation.
     """
 
     name: str
@@ -95,7 +98,12 @@ class ModelSizes:
     def of_rank(
         self, start: int, end: int, shard: RankShard = RankShard(0, 1), *, expert_parallel: bool = False
     ) -> RankSizes:
-        """Return the sizes of a rank of the stage with layers `[start, end)`."""
+        """Return the sizes of one rank of the stage that has the layers `[start, end)`.
+
+        Args:
+            shard: which of the stage's ranks it is; by default the stage has one rank.
+            expert_parallel: the ranks of the stage have whole experts, not slices of each.
+        """
         key = (shard, expert_parallel)
         table = self._tables.get(key)
         if table is None:
@@ -103,23 +111,25 @@ class ModelSizes:
         return table.sizes(start, end)
 
     def hop_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of hidden states and residual between two stages [I8].
+        """Return the bytes of hidden states and residual together, both of which leave a stage [I8].
 
-        A link carries their sum, which is half.
+        A link carries only the sum of the two, which has half of these bytes.
         """
         return self.spec.hidden_state_bytes(num_tokens, self.item_bytes)
 
     def all_reduce_bytes(self, num_layers: int, num_tokens: int) -> int:
-        """Return the bytes that ranks of a stage sum in a step: hidden states, twice a layer [I9]."""
+        """Return the bytes that the ranks of a stage add up in a step: hidden states, twice a layer [I9]."""
         return 2 * num_layers * num_tokens * self.spec.hidden_size * self.item_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankTable:
-    """Sums over the layers up to each, for one rank of a stage that had all of them.
+    """Running sums over the layers, from which the sizes of a rank with any run of layers follow.
+
+    Entry `n` of a list is the sum over the first `n` layers.
 
     Attributes:
-        own: the model as the rank has it.
+        own: the model with the rank's part of each layer.
     """
 
     model: ModelSizes
@@ -153,7 +163,7 @@ class _RankTable:
         )
 
     def sizes(self, start: int, end: int) -> RankSizes:
-        """Return the sizes of the rank with layers `[start, end)`."""
+        """Return the sizes of the rank if its stage has the layers `[start, end)`."""
         model, own = self.model, self.own
         ends = own.end_parameter_counts(start, end)
         head = own.embedding_parameters() if end == own.num_layers else 0
@@ -179,13 +189,16 @@ class _RankTable:
 
 
 def _expert_parameters(own: ModelSpec, layer: int) -> int:
-    """Return the parameters of a layer's experts, without router and the shared one."""
+    """Return the parameters of a layer's routed experts, without the router and the shared expert."""
     experts = own.experts_of(layer)
     return 0 if experts is None else 3 * own.hidden_size * experts.num_experts * experts.inner_size
 
 
 def _token_parameters(spec: ModelSpec, own: ModelSpec, layer: int, num_ranks: int) -> int:
-    """Return the parameters of a rank's layer that one token is multiplied with; of experts on average."""
+    """Return the parameters of a rank's layer that one token is multiplied with.
+
+    With experts it is a mean over the ranks: the experts that a token goes through are on some of them.
+    """
     experts = spec.experts_of(layer)
     if experts is None:
         return own.token_parameters(layer)
@@ -193,10 +206,12 @@ def _token_parameters(spec: ModelSpec, own: ModelSpec, layer: int, num_ranks: in
 
 
 def read_sizes(config: ModelConfig) -> ModelSizes:
-    """Return the sizes of a model: a directory, a name of this machine, a GGUF file, or a `config.json`.
+    """Return the sizes of the model that a config names.
+
+    It names a directory, a model that is on this machine, a GGUF file, or a `config.json`.
 
     Raises:
-        ModelError: there is no such model, or it is not served.
+        ModelError: there is no such model, or it is not supported.
     """
     path = _path_of(config.model)
     spec = load_spec(path, config.model_impl, dequantize=config.gguf_dequantize)
@@ -218,7 +233,7 @@ def read_sizes(config: ModelConfig) -> ModelSizes:
 
 
 def _path_of(model: str) -> Path:
-    """Return the directory of a model; a `config.json` alone stands for the directory it is in."""
+    """Return the directory of a model; the path of a `config.json` stands for the directory that it is in."""
     path = Path(model).expanduser()
     if path.suffix == ".json" and path.is_file():
         if path.name != CONFIG_FILE:
@@ -245,7 +260,13 @@ def _form(spec: ModelSpec, quantization: Quantization, dtype: str) -> str:
 
 
 def _checkpoint_bits(spec: ModelSpec, load: Quantization, plain: float) -> _Bits:
-    """Return the bits of a checkpoint in safetensors; all that is multiplied is quantised at load."""
+    """Return the bits of a parameter in a checkpoint of safetensors, as ranks hold it.
+
+    Args:
+        load: how weights are quantised at load, if the checkpoint is not quantised: all matrices that tokens
+            are multiplied with, and not the embedding and the norms.
+        plain: bits of a weight that is not quantised.
+    """
     if spec.quantization is None and load != "none":
         bits = _LOAD_BITS[load]
         layers = tuple(_mixed(spec, layer, bits, bits, plain) for layer in range(spec.num_layers))
@@ -263,7 +284,7 @@ def _checkpoint_bits(spec: ModelSpec, load: Quantization, plain: float) -> _Bits
         )
         for layer in range(spec.num_layers)
     )
-    # Checkpoints of gptq and awq leave the head in floats; compressed-tensors names the head where it does.
+    # Checkpoints of gptq and awq leave the head in floats. One of compressed-tensors says whether it does.
     says_head = quantization.method == "compressed-tensors"
     return _Bits(
         layers=layers,
@@ -280,7 +301,7 @@ def _down_name(spec: ModelSpec, layer: int) -> str:
 
 
 def _scheme_bits(quantization: QuantizationSpec, projection: str, plain: float) -> float:
-    """Return the bits of a weight of one projection, with its share of scales and zero points."""
+    """Return the bits of a weight of one projection, including its share of the scales and zero points."""
     scheme = quantization.scheme(projection)
     if scheme is None:
         return plain
@@ -291,7 +312,11 @@ def _scheme_bits(quantization: QuantizationSpec, projection: str, plain: float) 
 
 
 def _mixed(spec: ModelSpec, layer: int, attention: float, mlp: float, plain: float) -> float:
-    """Return the mean bits of a layer's parameters."""
+    """Return the mean bits of a layer's parameters.
+
+    Args:
+        attention, mlp, plain: bits of a parameter of these two parts, and of the norms.
+    """
     whole, norms = spec.layer_parameters(layer), spec.norm_parameters()
     of_attention = spec.attention_parameters()
     of_mlp = whole - norms - of_attention
@@ -299,7 +324,11 @@ def _mixed(spec: ModelSpec, layer: int, attention: float, mlp: float, plain: flo
 
 
 def _gguf_bits(path: Path, spec: ModelSpec, plain: float) -> _Bits:
-    """Return the bits of the tensors of a GGUF file; floats become numbers of the dtype at load."""
+    """Return the mean bits of a parameter in a GGUF file, as ranks hold it.
+
+    Args:
+        plain: bits of a float tensor's parameter, which is converted to the dtype at load.
+    """
     from penstock.families.gguf_types import FLOAT_TYPES  # here: numpy is slow to import
     from penstock.gguf.file import GgufFile
 

@@ -1,8 +1,9 @@
-"""The speed of a pipe whose stages take known times: first token, time per token, throughput, bubble.
+"""Predicts the speed of a pipe from the times of its stages: first token, time per token, throughput, bubble.
 
-The scheduler's own rules are used for what it decides: chunks of prompts, and the number of micro-batches
-with the shortest cycle (`scheduler.pacing`). What follows is reckoned by `layouts.recurrence`, and not by
-simulating requests: all running requests decode, and the first token is that of one more.
+The chunks of prompts and the number of micro-batches follow from the scheduler's own rules
+(`scheduler.pacing`). When plans pass the stages then follows from `layouts.recurrence`. Requests are not
+simulated (`simulator` does that). All running requests are taken to decode, and the time to the first token
+is that of one more request which comes meanwhile.
 """
 
 from __future__ import annotations
@@ -23,19 +24,20 @@ from penstock.scheduler.pacing import FixedDepth, Pacing, PlainPacing, cycle_sec
 
 NO_STEP = StepShape(0, 0, 0)
 
-_TOKEN_BYTES = 64  # of a sampled token on its way back
-_FEW = 16  # micro-batches, up to which every number is tried
-_MIN_GAIN = 0.05  # of the cycle, for which fewer micro-batches than stages are taken
+_TOKEN_BYTES = 64  # of the message that brings samples back from the last stage
+_FEW = 16  # every number of micro-batches up to this one is tried; beyond it, every fourth
+_MIN_GAIN = 0.05  # the share by which fewer micro-batches than stages must shorten the cycle to be taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns:
-    """The seconds in which no stage computes for a request, though it waits for no other request.
+    """The seconds for which the core and the API process hold up a request, and no stage computes for it.
 
     Attributes:
-        step_s: from a result to the plan that follows from it, whatever it holds.
-        row_s: for each of its rows besides.
-        request_s: from the sender of a request to a plan, plus from its first token to the sender.
+        step_s: seconds from a result to the plan that needs it, without `row_s`.
+        row_s: seconds besides, for each row of that plan.
+        request_s: seconds that a request takes from the client to its first plan, and its first token from
+            the core back to the client.
     """
 
     step_s: float = 0.0
@@ -43,7 +45,7 @@ class Turns:
     request_s: float = 0.0
 
     def seconds(self, num_rows: int) -> float:
-        """Return the seconds between two steps of so many rows."""
+        """Return the seconds from a result to the plan that needs it, if that plan has so many rows."""
         return self.step_s + self.row_s * num_rows
 
 
@@ -55,11 +57,11 @@ class Load:
     """The requests and settings for which a layout is judged.
 
     Attributes:
-        concurrency: requests that run at once, over all replicas.
-        mix: tokens of a typical request.
-        max_model_len: longest request.
-        turns: times between and around the steps, as measured.
-        plans_ahead: plans that are issued before they can run (`async_depth`).
+        concurrency: requests that clients have open at once, over all replicas.
+        mix: prompt tokens and output tokens of a typical request.
+        max_model_len: tokens of the longest request.
+        turns: seconds between and around the steps, as measured.
+        plans_ahead: plans that wait at the first stage for their turn (`async_depth`).
     """
 
     concurrency: int
@@ -71,12 +73,12 @@ class Load:
     plans_ahead: int = 0
 
     def of_replica(self, dp: int) -> int:
-        """Return how many requests run at once on the replica that has most."""
+        """Return how many of the requests at once go to the replica that gets most, if there are `dp`."""
         return -(-self.concurrency // dp)
 
     @property
     def context(self) -> int:
-        """The number of tokens that a running request has behind it, on average."""
+        """The number of tokens that a running request has in the KV cache, on average."""
         return self.mix.mean_length(self.max_model_len)
 
 
@@ -85,15 +87,17 @@ class Prediction:
     """The predicted speed of a layout.
 
     Attributes:
-        ttft_s: from a request to its first token, while all other requests decode.
-        prefill_s: the same on an idle pipe.
-        time_per_token_s: from one token of a request to its next, while all of them decode.
-        tokens_per_s: output tokens of all requests and replicas meanwhile.
-        requests_per_s: typical requests that the slowest stage completes in a full pipe.
-        bubble: the share of the stages' time in which they do not compute, while all decode.
-        micro_batches: number of parts that the running requests of a replica are split into.
-        running: requests that find memory at once, over all replicas; at most the concurrency.
-        stage_s: seconds of each stage for one micro-batch.
+        ttft_s: seconds from the arrival of a request to its first token, while all other requests decode.
+        prefill_s: the same, on an idle pipe.
+        time_per_token_s: seconds from one token of a request to its next, while all requests decode.
+        tokens_per_s: output tokens a second of all requests and replicas, while all requests decode.
+        requests_per_s: typical requests a second, prompt and output, that the slowest stage allows in a full
+            pipe, over all replicas.
+        bubble: the share of the stages' time in which they do not compute, while all requests decode.
+        micro_batches: number of micro-batches of a replica.
+        running: requests that run at once, over all replicas: as many as find KV memory and rows, and at most
+            the concurrency.
+        stage_s: for each stage, the seconds that it takes for one micro-batch.
     """
 
     ttft_s: float
@@ -108,7 +112,7 @@ class Prediction:
 
 
 def carried_bytes(sizes: ModelSizes, num_tokens: int) -> int:
-    """Return the bytes that a link between stages carries for a step."""
+    """Return the bytes that a link between stages carries for a step of so many tokens."""
     return NUM_CARRIED * sizes.hop_bytes(num_tokens) // 2
 
 
@@ -124,11 +128,11 @@ def predict(
     """Return the predicted speed of a pipe.
 
     Args:
-        times: times of each stage.
+        times: times of each stage, while the other stages compute too.
         links: from each stage to the next, and from the last to the first.
-        capacity: KV tokens of the tightest stage.
+        capacity: tokens of KV cache of the stage that has room for the fewest.
         dp: number of replicas.
-        alone: times of each stage while no other computes; None: as with others.
+        alone: times of each stage, while no other stage computes; None: they are equal to `times`.
     """
     pipeline = _Pipe(
         times=times,
@@ -158,7 +162,12 @@ def predict(
 
 @dataclass(frozen=True, slots=True)
 class _KnownCosts:
-    """Costs of stages, which do not change."""
+    """The costs of stages, in the form that the scheduler's rules read; nothing is learnt.
+
+    Attributes:
+        shared: costs while the other stages compute too.
+        alone: costs while no other stage computes.
+    """
 
     shared: list[StageCost]
     alone: list[StageCost]
@@ -172,8 +181,9 @@ class _Pipe:
     """The pipe of one replica.
 
     Attributes:
-        alone: times of the stages while no other computes.
-        hop_bytes: returns the bytes of a step of so many tokens.
+        times, alone: times of the stages, while the others compute too, and while no other stage does.
+        links: from each stage to the next, and from the last to the first.
+        hop_bytes: returns the bytes that a link between stages carries for a step of so many tokens.
     """
 
     times: Sequence[StageTimes]
@@ -183,14 +193,15 @@ class _Pipe:
     hop_bytes: Callable[[int], int]
 
     def micro_batch(self, running: int, micro_batches: int) -> StepShape:
-        """Return the largest micro-batch of a cycle."""
+        """Return the shape of the largest micro-batch, if so many running requests are split into so many."""
         rows = -(-running // micro_batches)
         return StepShape(rows, rows * self.load.context, rows)
 
     def decoding(self, running: int) -> tuple[int, SteadyState]:
         """Return the scheduler's number of micro-batches for so many requests, and the pipe's steady state.
 
-        As many as fill the pipe, or fewer if their cycle is clearly shorter; a link between hosts holds more.
+        That is as many micro-batches as stages. More are taken if that makes the cycle shorter, which is
+        tried if a link is between hosts; fewer if that makes the cycle shorter by more than `_MIN_GAIN`.
         """
         stages = len(self.times)
         most = min(running, stages + (PLANS_ON_WIRES if self._has_wire else 0))
@@ -206,7 +217,7 @@ class _Pipe:
         return any(link.kind == "network" for link in self.links)
 
     def _stage_s(self, shape: StepShape, *, alone: bool) -> list[float]:
-        """Return the seconds of each stage; stages with the same times are asked once."""
+        """Return the seconds that each stage takes for a step; equal times are computed only once."""
         times = self.alone if alone else self.times
         seconds = {id(stage): stage.seconds(shape) for stage in {id(own): own for own in times}.values()}
         return [seconds[id(stage)] for stage in times]
@@ -233,19 +244,20 @@ class _Pipe:
         return self.links[stage].seconds(self.hop_bytes(num_tokens))
 
     def _return_s(self, num_rows: int) -> float:
-        """Return the seconds from the last stage's result to the first stage's next step of the same rows."""
+        """Return the seconds from the end of a micro-batch's step to its next step, if no stage is busy."""
         return self._way_back_s + self.load.turns.seconds(num_rows)
 
     @property
     def _way_back_s(self) -> float:
-        """The seconds from the last stage to the core, and to the first stage."""
+        """The seconds from the last stage to the first stage, which stand for those to the core too."""
         return self.links[-1].seconds(_TOKEN_BYTES) if len(self.times) > 1 else 0.0
 
     def prefill_s(self, num_decoding: int) -> float:
-        """Return the seconds from a prompt to its first token, while others decode.
+        """Return the seconds from the arrival of a prompt to its first token, while other requests decode.
 
-        On average the prompt waits for half of the plan that runs, and for those that are issued ahead; then
-        its chunks follow one another, each with a micro-batch of decodes. The token has to come back.
+        On average the prompt waits for half of the plan that runs, and for all plans issued ahead. Then its
+        chunks pass the pipe one after the other, each in one plan with a micro-batch of decodes. The time for
+        which the sampled token is on its way back counts too, and so does `Turns.request_s`.
         """
         decodes, wait_s = NO_STEP, 0.0
         if num_decoding:
@@ -271,7 +283,11 @@ class _Pipe:
         return wait_s + passage.ends[-1] + self._way_back_s + self.load.turns.request_s
 
     def _chunks(self, decodes: StepShape) -> list[tuple[int, int]]:
-        """Return (start, tokens) of the chunks of a typical prompt, as the scheduler cuts it."""
+        """Return position and length of each chunk of a typical prompt, as the scheduler cuts it.
+
+        Args:
+            decodes: the decodes that share a plan with each chunk.
+        """
         prompt, start = max(1, self.load.mix.prompt), 0
         chunks: list[tuple[int, int]] = []
         while start < prompt:
@@ -286,7 +302,7 @@ class _Pipe:
 
     @property
     def _pacing(self) -> Pacing | PlainPacing:
-        """The rules of the scheduler: by time where the costs are those that it learns; else plain ones."""
+        """The rules by which the scheduler sizes chunks: by time if all costs are learnt ones, else plain."""
         scheduler, stages = self.load.scheduler, len(self.times)
         budget, depth = TokenBudget.from_config(scheduler, stages), FixedDepth(stages)
         shared = [cost for cost in map(learnt_cost, self.times) if cost is not None]
@@ -297,7 +313,7 @@ class _Pipe:
         return Pacing(_KnownCosts(shared, alone), budget, depth, inter_token_target_s=target_s)
 
     def requests_per_s(self, running: int, micro_batches: int) -> float:
-        """Return the typical requests a second of the slowest stage, with prefill and decodes."""
+        """Return how many typical requests a second the slowest stage allows, with prefill and decodes."""
         shape = self.micro_batch(running, micro_batches)
         slowest = max(self._request_s(stage, shape) for stage in self.times)
         return 1.0 / slowest

@@ -1,14 +1,18 @@
-"""The recommended layout and the reasons: a decision tree first, predictions where it leaves a choice.
+"""Recommends a layout and gives the reasons: by a decision tree, and by predictions where it leaves a choice.
 
-    does the model fit one device?    yes: it is not cut; replicas, if there are requests for them
-    does it fit one host?             yes, with NVLink: ranks of one stage on all devices of the host (TP)
-                                      yes, without: what is predicted to be the fastest within the host
-    else                              TP on all devices of each host, stages over the hosts (PP), few of them
-    experts                           whole on the ranks of their stage (EP), where a stage has several
+    the model fits one device         it is not cut; replicas, if there are requests for them
+    else: devices differ              the layout that is predicted to be the fastest
+    else: it fits one host
+        with NVLink                   one stage with as many ranks (TP) as the devices of a host allow
+        without                       the layout within a host that is predicted to be the fastest
+    else: it fits several hosts
+        with NVLink, or one device    TP within each host, and the fewest stages (PP) that fit and leave no
+                                      device unused
+        without                       the layout that is predicted to be the fastest
+    a stage has several ranks         with NVLink, ranks have whole experts (EP), if the model has experts
     devices are left over             replicas (DP), as long as there are requests for them
 
-On devices that are unlike the prediction decides. All layouts that fit are ranked by the tokens a second that
-are predicted for them.
+Layouts that fit are ranked by the tokens a second that are predicted for them.
 """
 
 from __future__ import annotations
@@ -26,10 +30,11 @@ from penstock.layouts.prediction import Load
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """The layout that is recommended.
+    """The layout that is recommended, and why.
 
     Attributes:
-        reasons: sentences, in the order in which the choice was made.
+        best: the recommended layout.
+        reasons: sentences about each decision, in the order of the decisions.
         alternatives: all other layouts that fit, the fastest first.
     """
 
@@ -39,7 +44,7 @@ class Recommendation:
 
 
 def estimates_on(devices: DeviceSet, sizes: ModelSizes, load: Load, load_bits: int | None) -> list[Estimate]:
-    """Return every layout that fits, the fastest first.
+    """Return the estimates of all layouts that fit, the fastest first.
 
     Args:
         load_bits: bits of weights that are quantised at load; None: they are not.
@@ -50,7 +55,11 @@ def estimates_on(devices: DeviceSet, sizes: ModelSizes, load: Load, load_bits: i
 
 
 def ranked(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """Return the fastest first; of equally fast ones that with fewer devices, stages and replicas."""
+    """Return the estimates, the fastest first; of equally fast ones, first those of fewer devices and stages.
+
+    Speed is tokens a second, then time to the first token; both are rounded, so that small differences do not
+    count.
+    """
     return sorted(estimates, key=_merit)
 
 
@@ -67,10 +76,13 @@ def _merit(own: Estimate) -> tuple[float, ...]:
 
 
 def recommend(estimates: Sequence[Estimate], devices: DeviceSet, sizes: ModelSizes) -> Recommendation:
-    """Return the recommended layout of those that fit.
+    """Return the layout that is recommended among those that fit.
+
+    Args:
+        estimates: layouts that fit, the fastest first.
 
     Raises:
-        NotEnoughMemoryError: none fits.
+        NotEnoughMemoryError: there are none.
     """
     if not estimates:
         raise _nothing_fits(devices, sizes)
@@ -83,7 +95,7 @@ def recommend(estimates: Sequence[Estimate], devices: DeviceSet, sizes: ModelSiz
 
 
 def wanted_estimates(estimates: Sequence[Estimate], wanted: Wanted) -> list[Estimate]:
-    """Return the layouts that the user allows."""
+    """Return the estimates of layouts that agree with what the user has fixed."""
     return [each for each in estimates if wanted.allows(each.layout)]
 
 
@@ -162,7 +174,7 @@ def _widest(estimates: Sequence[Estimate]) -> list[Estimate]:
 
 
 def _with_experts_whole(estimates: Sequence[Estimate], sizes: ModelSizes) -> list[Estimate]:
-    """Return the layouts with expert parallelism if the model has experts; else all."""
+    """Return the layouts with expert parallelism if the model has experts and there are such; else all."""
     whole = [each for each in estimates if each.layout.expert_parallel]
     return whole if sizes.spec.experts is not None and whole else list(estimates)
 

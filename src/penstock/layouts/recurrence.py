@@ -1,11 +1,12 @@
 """Computes when micro-batches pass the stages of a pipe: a recurrence of maxima and sums, without a clock.
 
     start(k, s) = max( end(k, s-1) + hop(s-1),  end(k-1, s) )          k: plans in their order; s: stages
-    start(k, 0) >= token(k)                                            of the micro-batch's step before
+    start(k, 0) = max( token(k),  end(k-1, 0) )
 
-`token(k)` is when the token of the same micro-batch's step before is back on the first stage; a plan that
-waits for none starts as soon as the stage is free. Closed forms follow where stages are equal: one
-micro-batch leaves P - 1 of P stages idle, M that pass once leave (P - 1) / (M + P - 1) [I10].
+`hop(s-1)` is the time from stage s-1 to stage s. `token(k)` is when the first stage has the token that plan k
+continues from: the one of the same micro-batch's step before. It is 0 for a plan that waits for no token. If
+all P stages are equally fast, closed forms follow: a single micro-batch leaves (P - 1) / P of the stages'
+time idle, and M micro-batches that pass once leave (P - 1) / (M + P - 1) of it idle [I10].
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:
-    """Plans that have passed a pipe.
+    """The times of plans that have passed a pipe.
 
     Attributes:
-        ends: [plan] when each left the last stage; the first plan starts at 0.
-        busy_s: [stage] seconds that each computed.
+        ends: [plan] seconds from the start of the first plan until this one left the last stage.
+        busy_s: [stage] seconds for which this stage computed.
     """
 
     ends: list[float]
@@ -28,7 +29,7 @@ class Passage:
 
     @property
     def bubble(self) -> float:
-        """The share of all stages' time in which they do not compute."""
+        """The share of all stages' time, up to the end of the last plan, in which they do not compute."""
         whole = max(self.ends) * len(self.busy_s)
         return 1.0 - sum(self.busy_s) / whole if whole else 0.0
 
@@ -42,13 +43,13 @@ def pass_plans(
     period: int | None = None,
     return_s: float = 0.0,
 ) -> Passage:
-    """Let plans pass a pipe, and return when they passed.
+    """Return when the plans pass the stages of a pipe.
 
     Args:
-        stage_s: (plan, stage) -> seconds.
-        hop_s: (plan, stage that sends) -> seconds until the next stage has it.
+        stage_s: (plan, stage) -> seconds for which the stage computes the plan.
+        hop_s: (plan, stage that sends) -> seconds until the next stage has the hidden states.
         period: plan k needs the result of plan k - period; None: plans need no results.
-        return_s: seconds from the last stage to the first, for that result.
+        return_s: seconds that this result takes from the last stage to the first.
     """
     free = [0.0] * num_stages
     busy = [0.0] * num_stages
@@ -70,7 +71,7 @@ class SteadyState:
     """The steady state of a pipe.
 
     Attributes:
-        cycle_s: from one token of a micro-batch to its next.
+        cycle_s: seconds from one token of a micro-batch to its next token.
         bubble: the share of the stages' time in which they do not compute.
     """
 
@@ -78,8 +79,8 @@ class SteadyState:
     bubble: float
 
 
-_ROUNDS = 12  # cycles that the pipe is given to settle
-_MEASURED = 4  # the last of them, which are measured
+_ROUNDS = 12  # cycles that are computed; in the first of them the pipe settles
+_MEASURED = 4  # cycles, the last ones, whose mean is the steady state
 
 
 def steady_state(
@@ -88,8 +89,9 @@ def steady_state(
     """Return the steady state of a pipe whose micro-batches each wait for their own token.
 
     Args:
-        stage_s: for each micro-batch, seconds of each stage.
-        hop_s: for each micro-batch, seconds from each stage but the last to the next.
+        stage_s: for each micro-batch, the seconds that each stage computes.
+        hop_s: for each micro-batch, the seconds from each stage but the last to the next stage.
+        return_s: seconds from the last stage to the first, for the token that a micro-batch waits for.
     """
     number, num_stages = len(stage_s), len(stage_s[0])
     passage = pass_plans(
@@ -107,6 +109,6 @@ def steady_state(
 
 
 def bubble_of_one_pass(num_stages: int, num_micro_batches: int) -> float:
-    """Return the bubble of equal stages that so many micro-batches pass once, without time between them."""
+    """Return the bubble if micro-batches pass equal stages once, and hops between stages take no time."""
     passage = pass_plans(num_micro_batches, lambda _, __: 1.0, lambda _, __: 0.0, num_stages)
     return passage.bubble

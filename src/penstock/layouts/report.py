@@ -1,4 +1,4 @@
-"""The report of `penstock plan --devices`: a table of 100 columns for people, and the same in JSON."""
+"""The report of `penstock plan --devices`: text of at most 100 columns, and the same numbers in JSON."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ _HEADINGS = (
     *("stage", "rank", "device", "layers", "params", "weights", "KV/token", "KV tokens", "activations"),
     "stranded",
 )
-_MOST_ALTERNATIVES = 6  # rows of the table
-_MICRO_BATCHES = (1, 4, 8, 16)  # for which the bubble of equal stages is shown
+_MOST_ALTERNATIVES = 6  # alternatives that the text shows; the JSON has all
+_MICRO_BATCHES = (1, 4, 8, 16)  # numbers of micro-batches for which the bubble of equal stages is shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutReport:
-    """Everything that was found for a model and devices.
+    """Everything that the report says about a model and devices.
 
     Attributes:
-        shown: the layout whose ranks are listed: the one that the user has fixed, or the recommended.
-        serve_flags: flags to be given to `serve` besides those of a layout.
-        basis: the source of the times, as a sentence.
+        load: the requests and settings for which layouts were judged.
+        shown: the layout whose ranks are listed: the best that the user's flags allow, or the recommended one
+            if they fix nothing.
+        would_help: changes of the devices that would bring most, the best first.
+        basis: a sentence that says where the times come from.
+        serve_flags: flags that `serve` needs besides those of a layout.
     """
 
     sizes: ModelSizes
@@ -224,7 +227,7 @@ class LayoutReport:
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows with their columns aligned: the first to the left, numbers to the right."""
+    """Return rows as lines of text with aligned columns: the first column to the left, all others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -252,7 +255,7 @@ def _summary(own: Estimate) -> dict[str, Any]:
 
 
 def _first_of_alike(ranks: Sequence[RankEstimate]) -> list[RankEstimate]:
-    """Return one rank of each stage, or several where they hold different amounts."""
+    """Return the first of each stage's ranks that hold the same amounts of weights and KV cache."""
     seen: set[tuple[int, int, int]] = set()
     kept = []
     for rank in ranks:

@@ -1,6 +1,7 @@
-"""The changes that would help most: the layouts are judged again on devices that are a little better.
+"""The changes of the devices that would help most: layouts are estimated again with each change.
 
-Each change is one that can be bought: memory, memory bandwidth, a faster network, NVLink, one more host.
+Each change is one that can be bought: more memory, more memory bandwidth, a faster network, less latency
+between hosts, NVLink, or one more host.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from penstock.layouts.estimate import Estimate
 from penstock.layouts.known_devices import nvlink
 
 _MORE_BYTES = 8 * GIB
-_FASTER = 10  # times, of a network
+_FASTER = 10  # the factor by which a network gets faster
 _NVLINK_BYTES_PER_S = 600e9
 _LEAST_GAIN = 0.01
 
@@ -24,11 +25,11 @@ class Improvement:
     """A change of the devices, and what it brings.
 
     Attributes:
-        change: in words.
-        layout: flags of the layout that would then be recommended.
-        tokens_per_s, time_per_token_s, kv_tokens: those of that layout.
-        gain: share by which tokens a second grow.
-        kv_gain: share by which the KV cache grows.
+        change: the change in words.
+        layout: flags of the layout that would be best with this change.
+        tokens_per_s, time_per_token_s, kv_tokens: the numbers predicted for that layout.
+        gain: share by which the tokens a second grow, against the best layout without the change.
+        kv_gain: share by which the tokens of KV cache grow.
     """
 
     change: str
@@ -43,11 +44,11 @@ class Improvement:
 def improvements(
     now: Estimate, devices: DeviceSet, best_on: Callable[[DeviceSet], Estimate]
 ) -> list[Improvement]:
-    """Return the changes that bring something, the best first.
+    """Return the changes that bring at least `_LEAST_GAIN` of speed or KV cache, the best first.
 
     Args:
         now: the best layout on the devices as they are.
-        best_on: returns the best layout on others; raises `NotEnoughMemoryError` where none fits.
+        best_on: returns the best layout on changed devices; raises `NotEnoughMemoryError` if none fits.
     """
     found = []
     for change, changed in changes(devices, now):
@@ -71,7 +72,10 @@ def improvements(
 
 
 def changes(devices: DeviceSet, now: Estimate) -> Iterator[tuple[str, DeviceSet]]:
-    """Yield changes of the devices, in words and as the changed devices."""
+    """Yield changes of the devices: each in words, and the devices after it.
+
+    Memory is added where the fewest KV tokens fit, and its bandwidth grows on the slowest stage.
+    """
     tightest = min(now.ranks, key=lambda rank: rank.kv_tokens)
     yield (
         f"8 GiB more on each {_named(devices, tightest.device, tightest.host)}",
@@ -96,7 +100,10 @@ def changes(devices: DeviceSet, now: Estimate) -> Iterator[tuple[str, DeviceSet]
 
 
 def _named(devices: DeviceSet, kind: str, host: str) -> str:
-    """Return the name of the devices that are changed: those of a host, or all where hosts are alike."""
+    """Return a name for the devices that a change is about.
+
+    These are the devices of one kind on one host; if all hosts are alike, the devices of all of them.
+    """
     return kind if devices.is_uniform else f"{kind} of {host}"
 
 

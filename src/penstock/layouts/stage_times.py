@@ -4,11 +4,11 @@
             + max(read weights, multiply tokens)                           a roofline (CACM 2009)
             + max(read keys and values, multiply with them)                attention
             + max(read head, multiply samples)                             if the step samples
-            + 2 x layers x (latency + hidden states / rate)                all-reduces, of several ranks
+            + 2 x layers x (latency + hidden states / rate)                sums, if there are several ranks
 
-A device reaches a share of the rates on its data sheet. The shares and overheads below have the order that
-is usual for serving; users that have the device measure instead (`--devices here`). All that predicts or
-simulates asks a `StageTimes`, which the core's own learnt costs (`scheduler.cost_model.StageCost`) are too.
+A device reaches only a share of the rates on its data sheet. The shares and overheads below are rough, and of
+the size that is usual for serving; for this machine, `--devices here` measures instead. Predictions and
+simulations ask a `StageTimes`. The costs that the core learns (`scheduler.cost_model.StageCost`) are one too.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class StageTimes(Protocol):
     """The times of one stage, in seconds."""
 
     def seconds(self, shape: StepShape) -> float:
-        """Return the seconds that the stage computes for a step of this shape."""
+        """Return the seconds for which the stage computes a step of this shape."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """The share of its data sheet's figures that a kind of device reaches.
+    """The share of its data sheet's figures that a type of device reaches, and its overheads.
 
     Attributes:
-        reads, multiplies: shares of memory bandwidth and of the rate of matrix products.
-        step_s, layer_s: seconds that each step and each of its layers take besides.
+        reads, multiplies: the share of the memory bandwidth, and of the rate of matrix products.
+        step_s, layer_s: seconds that each step takes besides, and each of its layers.
     """
 
     reads: float
@@ -53,13 +53,13 @@ EFFICIENCY = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTimes:
-    """A stage by the figures of its devices.
+    """The times of a stage, by the figures of its devices.
 
     Attributes:
-        sizes: those of the rank that holds most.
-        device: the slowest of the stage.
-        num_ranks: ranks of the stage.
-        link: link between them.
+        sizes: the sizes of one of its ranks; for the time of the whole stage, of the rank that holds most.
+        device: the device of each rank; all are alike.
+        num_ranks: number of ranks of the stage.
+        link: the link between these ranks.
         hidden_bytes: bytes of the hidden state of one token.
         chosen_share: share of a layer's experts that one token goes through; 1 without experts.
     """
@@ -84,27 +84,31 @@ class DeviceTimes:
         return seconds + self.all_reduce_s(tokens) + self.all_reduce_latency_s
 
     def all_reduce_s(self, num_tokens: int) -> float:
-        """Return the seconds of the sums over the ranks: their bytes at the rate of the link [I9]."""
+        """Return the seconds that the sums over the ranks take at the link's rate, without latency [I9]."""
         if self.num_ranks == 1:
             return 0.0
         return 2 * self.sizes.num_layers * num_tokens * self.hidden_bytes / self.link.bytes_per_s
 
     @property
     def all_reduce_latency_s(self) -> float:
-        """The seconds that the sums of a step take however little they carry."""
+        """The seconds that the sums of a step take besides, however few bytes they have."""
         return 0.0 if self.num_ranks == 1 else 2 * self.sizes.num_layers * self.link.latency_s
 
     def _weight_bytes_read(self, num_tokens: int) -> float:
-        """Return the bytes of weights that a step reads.
+        """Return the bytes of the layers' weights that a step reads, on average.
 
-        Of experts those count that any of the tokens goes through, where each token goes through some at
-        random.
+        An expert is read if a token of the step goes through it. Each token is taken to go through experts
+        that are chosen at random.
         """
         untouched = (1.0 - self.chosen_share) ** num_tokens
         return self.sizes.layer_bytes - untouched * self.sizes.expert_bytes
 
     def _attention_s(self, shape: StepShape) -> float:
-        """Return the seconds of attention: a sequence reads its keys and values once for all its tokens."""
+        """Return the seconds of attention.
+
+        A request reads its keys and values once for all its tokens in the step. How many requests there are
+        follows from the shape only roughly: it is taken to be the number of samples, and at least one.
+        """
         if not shape.tokens:
             return 0.0
         positions_read = shape.attended / shape.tokens * max(1, shape.samples)
@@ -122,17 +126,21 @@ class DeviceTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTimes:
-    """A stage of this machine, by its costs, which were measured at one length of context.
+    """The times of a stage of this machine, by its costs, which were measured at one length of context.
 
     Attributes:
-        num_layers: layers of the stage.
+        num_layers: number of layers of the stage.
     """
 
     costs: StageCosts
     num_layers: int
 
     def seconds(self, shape: StepShape) -> float:
-        """Return the seconds of a step: rows that sample are decodes, all other tokens are prefilled."""
+        """Return the seconds of a step, from its numbers of tokens and samples.
+
+        If each token is sampled after, all are decodes. Otherwise one sample ends a prompt, the other samples
+        are decodes of one token, and all other tokens are prefilled.
+        """
         if shape.samples >= shape.tokens:
             return self.costs.decode_step_s(self.num_layers, shape.tokens)
         decodes = max(0, shape.samples - 1)  # one of the rows that sample may end its prompt
@@ -145,14 +153,16 @@ class MeasuredTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedTimes:
-    """A stage whose steps were observed.
+    """The times of a stage whose steps were observed.
 
-    The costs are those that the scheduler's cost model learnt; of decodes there are the times themselves, for
-    between two numbers of rows a straight line is nearer than a roofline.
+    For decodes the observed times themselves are kept: between two numbers of rows, a straight line through
+    them is nearer to the truth than the roofline of the learnt cost.
 
     Attributes:
+        cost: what the scheduler's cost model has learnt, for steps that are not all decodes.
         per_attended: seconds for each position that a decode attends to.
-        decodes: rows, rising, and seconds of a step of so many decodes without what they attend to.
+        decodes: by rising number of rows, this number and the seconds of a step of so many decodes, without
+            the seconds of `per_attended`.
     """
 
     cost: StageCost
@@ -166,7 +176,7 @@ class ObservedTimes:
 
 
 def learnt_cost(times: StageTimes) -> StageCost | None:
-    """Return the cost by which the scheduler would size plans; None: it would go by plain rules."""
+    """Return the cost by which the scheduler would size plans; None: it would size them by plain rules."""
     if isinstance(times, ObservedTimes):
         return times.cost
     return times if isinstance(times, StageCost) else None
