@@ -1,10 +1,11 @@
-"""The cache of measured costs: in the folder `partition`, JSON per model, setting and machine.
+"""The cache of measured costs, in the folder `partition`: a file of JSON per model, settings and machines.
 
-The file's name is a hash of all that the costs depend on; deleting it, or the folder, measures again. So does
-a file that is damaged. The cache is not needed: without a folder that only we can write to, nothing is kept.
+The name of a file is a hash of all that the costs depend on. If a file is deleted or damaged, the costs are
+measured again. If there is no folder that only this user can write to, nothing is kept.
 
-Costs are not to be kept (`are_to_keep`) if they were measured without our kernels where these could be built:
-the next start may have them; nor on a GPU, whose free memory is another each time.
+Costs that were measured without Penstock's CPU kernels are not kept (`are_to_keep`) if this machine can build
+the kernels, because the next start may run with them. That holds for ranks on GPUs too, which never run these
+kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from penstock.kernels.cpu.compiler import Machine, build_key
 from penstock.planner.stage_costs import StageCosts
 from penstock.process.config import MeasureConfig
 
-# Of a rank's config, what its steps do not depend on.
+# The fields of a rank's config on which the times of its steps do not depend.
 _IRRELEVANT = frozenset(
     {"model_path", "model_identity", "num_blocks", "kv_cache_bytes", "wait_timeout_s", "store", "host"}
 )
@@ -39,7 +40,8 @@ def cost_key(
     """Hash all that the costs depend on: model, settings of all ranks, kernels, versions and machines.
 
     Args:
-        hardware: hardware of the host of each rank.
+        configs: configs of the ranks' measuring processes.
+        hardware: for each rank, values that describe the hardware of its host.
     """
     settings = []
     for config in configs:
@@ -58,9 +60,9 @@ def cost_key(
 
 
 def are_to_keep(costs: Sequence[StageCosts], environ: Mapping[str, str]) -> bool:
-    """Return whether the next start would measure about the same.
+    """Return whether the next start would measure about the same costs.
 
-    It would with our kernels, or where none can be built.
+    It would if all stages ran with Penstock's CPU kernels, or if this machine cannot build these.
     """
     return all(stage.has_kernels for stage in costs) or not build_key(environ, Machine.detect())
 
@@ -69,7 +71,7 @@ class CostCache:
     """The cache of costs, by key.
 
     Args:
-        folder: a folder that only we can write to; None: nothing is kept.
+        folder: a folder that only this user can write to; None: nothing is kept.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -84,7 +86,7 @@ class CostCache:
             return cls(None)
 
     def path(self, key: str) -> Path | None:
-        """Return the file for costs of this key."""
+        """Return the path of the file for the costs with this key; None: nothing is kept."""
         return None if self._folder is None else self._folder / f"{key}.json"
 
     def find(self, key: str, num_stages: int) -> list[StageCosts] | None:
@@ -98,7 +100,10 @@ class CostCache:
         return costs if is_whole else None
 
     def put(self, key: str, costs: Sequence[StageCosts]) -> None:
-        """Keep costs, in one rename. A disk that is full or read-only does not raise an error."""
+        """Keep the costs of all stages. If the disk is full or read-only, nothing is kept, without an error.
+
+        The file appears by one rename, so that no reader finds a part of it.
+        """
         path = self.path(key)
         if path is None:
             return
@@ -112,7 +117,7 @@ class CostCache:
 
 
 def _version(distribution: str) -> str:
-    """Return the installed version; "" for sources that are run where they lie."""
+    """Return the version of an installed distribution; "" if it is run from its sources instead."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -1,8 +1,8 @@
 """The time for which a typical request occupies a link between two hosts.
 
-Links within a host are part of the steps that are timed (`planner.step_timing`). A link between hosts is
-another matter: its bytes are sent beside the computing, and what bounds it is the measured wire. All tokens
-of a request cross it, however the layers are split: it bounds the speed of every split, and changes none.
+Links within a host are part of the steps that are timed (`planner.step_timing`). A link between hosts carries
+its bytes while stages compute, and is as fast as it was measured. However the layers are split, all tokens of
+a request cross it. So it limits the speed of all splits alike, and does not decide which split is best.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from penstock.process.config import HostLink, RankConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hop:
-    """A link from one stage to the next that leaves its host.
+    """A link from one stage to the next, which is on another host.
 
     Attributes:
-        stage: the stage that sends.
-        sender, receiver: names of the two hosts.
+        stage: number of the stage that sends.
+        sender, receiver: names of the hosts of the two stages.
         token_bytes: bytes that cross for each token.
-        bytes_per_s, round_trip_s: figures of the wire, as measured.
+        bytes_per_s, round_trip_s: the measured figures of the link.
     """
 
     stage: int
@@ -35,19 +35,19 @@ class Hop:
     round_trip_s: float
 
     def request_s(self, mix: Mix) -> float:
-        """Return the seconds for which a typical request occupies the wire."""
+        """Return the seconds for which a typical request occupies the link."""
         return (mix.prompt + mix.output) * self.token_bytes / max(self.bytes_per_s, 1.0)
 
 
 def hops_between(
     stages: Sequence[RankConfig], links: Sequence[HostLink], hidden_size: int, item_bytes: int
 ) -> list[Hop]:
-    """Return the hops of a pipeline whose wires were measured.
+    """Return the hops of a pipeline between hosts whose link was measured.
 
     Args:
-        stages: the first rank of each.
+        stages: the config of the first rank of each stage.
         links: links between hosts, as measured.
-        item_bytes: bytes of a number that crosses.
+        item_bytes: bytes of one number of the hidden states.
     """
     by_hosts = {frozenset(link.hosts): link for link in links}
     hops = []

@@ -1,8 +1,9 @@
 """A rank's measuring process: `python -m penstock.planner.measure`, with the options of a rank's process.
 
-Started by its host for `engine.supervisor.measuring`, one per rank and all at once, for in service they share
-memory and cores too. Loads some of the rank's layers, says that it is ready, waits until all others are,
-times its steps (`planner.step_timing`) and reports the costs. Sets up the process before torch is imported.
+A host starts one for each of its ranks, when `engine.supervisor.measuring` asks for it. All run at the same
+time, because ranks in service share memory and cores too. Each loads some of its rank's layers, reports that
+it is ready, and waits until all others are. Then it times its steps (`planner.step_timing`) and reports the
+costs. The process is set up before torch is imported.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from penstock.process.torch_import import cheap_torch_import
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure one rank; returns the exit code."""
+    """Measure one rank, and return the exit code of the process."""
     return run_child(entry_points.MEASURE, arguments, MeasureProcessConfig, _measure, more=[CONTROL_OPTION])
 
 
@@ -42,12 +43,12 @@ def _measure(config: MeasureProcessConfig, status: StatusWriter, options: argpar
 
     control = ControlReader.inherited(options)
     located = control.await_model(rank)
-    if located is None:  # the model is not to be had
+    if located is None:  # the host cannot get the model
         return 0
     timed = TimedRank(msgspec.structs.replace(config.measure, rank=located))
     status.write(Ready())
     begin = control.receive()
-    if not isinstance(begin, BeginMeasuring):  # the others never came
+    if not isinstance(begin, BeginMeasuring):  # the measuring was given up before all processes were ready
         return 0
     costs = timed.measure(begin.meeting)
     status.write(Measured(costs=msgspec.Raw(msgspec.json.encode(costs))))

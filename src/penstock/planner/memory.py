@@ -1,6 +1,7 @@
 """The tokens of KV cache that each stage would have beside its weights, and whether both fit at all.
 
-The rule is the ranks' own (`runner.kv_demand`); only the free memory is worked out instead of looked up.
+Ranks use the same rule (`runner.kv_demand`). But a rank asks its device how much memory is free once its
+weights are loaded; here that is the free memory before loading, less the bytes of the weights.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from penstock.runner.kv_demand import KVDemand
 
 
 def kv_tokens(costs: Sequence[StageCosts], ranks: Sequence[RankConfig]) -> list[list[int]]:
-    """Return per stage [num_layers + 1] the tokens beside so many layers; 0 where these do not fit."""
+    """Return for each stage a list of `num_layers + 1` numbers: the tokens of KV cache beside 0, 1, … layers.
+
+    A number is 0 if so many layers and the KV cache do not fit, and for no layers.
+
+    Args:
+        costs: the measured costs of each stage.
+        ranks: the config of the first rank of each stage.
+    """
     num_layers = ranks[-1].end_layer
     return [
         [0, *(_tokens(costs, rank, count, num_layers) for count in range(1, num_layers + 1))]
@@ -40,11 +48,11 @@ def _tokens(costs: Sequence[StageCosts], rank: RankConfig, count: int, num_layer
 
 
 def _weights_beside(costs: Sequence[StageCosts], own: StageCosts, count: int, num_layers: int) -> int:
-    """Return the bytes of weights in the memory of a stage with `count` layers.
+    """Return the bytes of weights in the memory that a stage with `count` layers uses.
 
-    Where all stages share one memory, all layers are in it, however they are split; and those of other
-    replicas, which have as many ranks. Where some do, as on several GPUs with several stages each, every one
-    is taken to be as large as this one.
+    If all stages share one memory, it holds all layers, however they are split. It also holds the layers of
+    other replicas that share it, each of which has as many ranks. If only some stages share it, as on GPUs
+    with several stages each, all ranks that share it are taken to hold as much as this stage's rank.
     """
     num_ranks = sum(stage.num_ranks for stage in costs)
     if own.num_sharers < num_ranks:

@@ -1,4 +1,4 @@
-"""The typical request for which a partition is chosen. Read by the parts that measure, search or report."""
+"""The typical request, by its numbers of prompt and output tokens, for which a partition is chosen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Tokens of a typical request: prompt tokens are prefilled, each output token is one decode."""
+    """The tokens of a typical request: prompt tokens are prefilled, and each output token is one decode."""
 
     prompt: int
     output: int

@@ -1,15 +1,15 @@
-"""The best split of the layers over the stages, exactly: a search of tables, pure and without clocks.
+"""Finds the best split of the layers over the stages, exactly, from tables of costs; reads no clock.
 
 Called with the tables of `planner.performance`. All costs are whole nanoseconds, so that sums are exact and
-the same tables give the same split on every machine. A split is judged by, in this order,
+the same tables give the same split on every machine. Splits are compared by these, in this order:
 
-1. its slowest stage;
-2. the sum of the squares of its stages' costs: of equally fast splits, the one that is nearest to balance;
-3. fewer layers on the earlier stages.
+1. the cost of the slowest stage;
+2. the sum of the squares of the stages' costs: of equally fast splits, the most balanced one is best;
+3. the layers of the first stage, then of the next, and so on: fewer are better.
 
-The split decides how many rows a step has: as many as the tightest stage has KV memory for. So the
-search fixes the number of rows, finds the best among the splits that have just so many (dynamic programming
-over stages and layers), and takes the best over all numbers.
+The split decides how many rows a step has: as many as the stage with the least KV memory allows. So the
+search goes through all numbers of rows. For each it finds the best split whose steps have exactly so many
+rows, by dynamic programming over stages and layers. Then it takes the best of these splits.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTable:
-    """The rows that fit on a stage, and the costs.
+    """The rows and the costs of one stage, by its number of layers.
 
     Attributes:
-        max_rows: [num_layers + 1] rows of a step that its memory allows beside so many layers; 0: such a
-            stage does not fit.
-        cost_ns: (layers, rows of a step) -> nanoseconds that a typical request takes on this stage.
+        max_rows: [num_layers + 1] most rows of a step that the stage's memory allows beside 0, 1, … layers;
+            0: so many layers do not fit.
+        cost_ns: (layers, rows of a step) -> nanoseconds that the stage spends on a typical request.
     """
 
     max_rows: Sequence[int]
@@ -34,10 +34,10 @@ class StageTable:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Split:
-    """A split and its merit; the least is the best.
+    """A split and its merit. Splits are ordered by their fields, and the smallest split is the best.
 
     Attributes:
-        slowest_ns: nanoseconds of the slowest stage, for a typical request.
+        slowest_ns: nanoseconds that the slowest stage spends on a typical request.
         squares: sum of the squares of all stages' costs.
         layers: number of layers of each stage.
         num_rows: rows of a step.
@@ -79,23 +79,27 @@ def second_best(tables: Sequence[StageTable], num_layers: int, best: Split) -> S
 
 
 def _without(table: StageTable, num_layers: int) -> StageTable:
-    """Return the table of the same stage, which may not hold exactly so many layers."""
+    """Return the table of the same stage, in which exactly `num_layers` layers do not fit."""
     return replace(table, max_rows=[0 if n == num_layers else rows for n, rows in enumerate(table.max_rows)])
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A number of layers that a stage may hold."""
+    """A number of layers that a stage may have, and its cost for the rows of a step in question."""
 
     num_layers: int
     cost_ns: int
-    is_tightest: bool  # its memory allows just the rows in question, and no more
+    is_tightest: bool  # the stage's memory allows exactly these rows, and no more
 
 
 def _best_with(
     tables: Sequence[StageTable], num_layers: int, num_rows: int, limit_ns: int | None
 ) -> Split | None:
-    """Return the best split whose steps have exactly `num_rows` rows, if no stage is above the limit."""
+    """Return the best split whose steps have exactly `num_rows` rows; None if there is none.
+
+    Args:
+        limit_ns: splits with a stage of a higher cost are left out, since a better split is known.
+    """
     most = num_layers - len(tables) + 1
     choices = [
         [
@@ -127,10 +131,15 @@ def _choices(table: StageTable, most: int, num_rows: int) -> list[_Choice]:
 def _cheapest(
     choices: Sequence[Sequence[_Choice]], num_layers: int, add: Callable[[int, int], int]
 ) -> tuple[int, tuple[int, ...]] | None:
-    """Return the cheapest way to place all layers with a tightest stage: (cost, layers of each stage).
+    """Return the cheapest way to place all layers so that at least one stage is a tightest one.
 
     Args:
-        add: (cost of the stages so far, cost of one more) -> cost of all; never falls as the first rises.
+        choices: for each stage, the numbers of layers that it may have, rising.
+        add: (cost of the stages so far, cost of one more) -> cost of all of them. It must not fall if the
+            first of the two costs rises.
+
+    Returns:
+        The cost, and the layers of each stage; None if there is no such way.
     """
     best = {(0, False): (0, ())}  # (layers placed, a tightest stage is among them) -> (cost, layers)
     reached: dict[tuple[int, bool], tuple[int, tuple[int, ...]]] = dict(best)

@@ -1,12 +1,13 @@
 """The speed of a split: the time of a typical request on each stage, by measured times and KV memory.
 
-A pipe gives as many requests a second as its slowest stage, or its slowest link between hosts
-(`planner.hops`). With m rows a step, a stage spends on a request
+A pipe completes as many requests a second as its slowest stage, or its slowest link between hosts
+(`planner.hops`). If a step has m rows, a stage spends on a request
 
     prompt tokens x seconds of a prefill token  +  output tokens x seconds of a decode step / m
 
-and m is what runs at once, shared among the P micro-batches of a full pipe. As many requests run at once as
-hold a row (`max_num_seqs`) and find KV memory at their mean length, on the stage that has least of it.
+m is the number of requests that run at once, divided by the P micro-batches of a full pipe. At most
+`max_num_seqs` requests run at once, and at most as many as find KV memory at their mean length on the stage
+that has the least of it.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ from penstock.process.config import RankConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionChoice:
-    """The best split, the splits with which it was compared, and the numbers behind.
+    """The best split, the splits with which it was compared, and the numbers by which they were compared.
 
     Attributes:
-        runner_up: the best of all others, if another one fits.
-        even: the default policy's split; None if it does not fit.
-        kv_tokens: per stage [num_layers + 1], as `memory.kv_tokens` gives them.
-        hops: links between hosts, which bound every split alike.
+        mix: the typical request for which the split was chosen.
+        runner_up: the best of all other splits; None if no other fits.
+        even: the split with as equal numbers of layers as possible; None if it does not fit.
+        costs: the measured costs of each stage.
+        kv_tokens: for each stage, the tokens of KV cache by its number of layers (`memory.kv_tokens`).
+        hops: links between hosts, which limit the speed of all splits alike.
     """
 
     mix: Mix
@@ -54,11 +57,12 @@ def choose(
     even: Sequence[int],
     hops: Sequence[Hop] = (),
 ) -> PartitionChoice:
-    """Return the best split of the ranks' layers by their measured costs.
+    """Return the best split of the layers, by the measured costs of the stages.
 
     Args:
-        ranks: one per stage; their own layer ranges do not matter, but for the end of the last.
-        even: layers per stage of the default policy.
+        ranks: the config of the first rank of each stage. Of their layers only the end of the last stage
+            matters: it is the number of layers of the model.
+        even: number of layers of each stage in the even split, with which the best is compared.
         hops: links between hosts, as measured.
 
     Raises:
@@ -89,7 +93,7 @@ def stage_table(costs: StageCosts, rank: RankConfig, mix: Mix, tokens: Sequence[
     """Return the table of one stage for the search.
 
     Args:
-        tokens: [num_layers + 1] tokens of KV cache beside so many layers.
+        tokens: [num_layers + 1] tokens of KV cache beside 0, 1, … layers (`memory.kv_tokens`).
     """
     return StageTable(
         max_rows=[rows_of_a_step(count, rank, mix) for count in tokens],
@@ -98,7 +102,7 @@ def stage_table(costs: StageCosts, rank: RankConfig, mix: Mix, tokens: Sequence[
 
 
 def rows_of_a_step(num_tokens: int, rank: RankConfig, mix: Mix) -> int:
-    """Return the rows of each micro-batch that so many tokens of KV cache allow; 0 without any."""
+    """Return the rows of each micro-batch, if a stage has so many tokens of KV cache; 0 if it has none."""
     if num_tokens == 0:
         return 0
     at_once = min(rank.max_num_seqs, num_tokens // mix.mean_length(rank.max_model_len))

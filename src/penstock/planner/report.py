@@ -1,4 +1,4 @@
-"""The table that a partition was chosen from, as lines of text."""
+"""The chosen partition as lines of text: a table of its stages, and the splits that it was compared with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEADINGS = ("stage", "layers", "decode ms", "prefill ms/token", "weights MiB", 
 
 
 def partition_lines(choice: PartitionChoice) -> list[str]:
-    """Return the chosen partition, a row per stage, and the splits with which it was compared."""
+    """Return the chosen partition, a line for each stage, and the splits that it was compared with."""
     best = choice.best
     rows = [_HEADINGS, *(_stage_row(choice, stage) for stage in range(len(best.layers)))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -30,7 +30,7 @@ def partition_lines(choice: PartitionChoice) -> list[str]:
 
 
 def comma_separated(layers: Sequence[int]) -> str:
-    """Return layers per stage as `--partition` takes them."""
+    """Return numbers of layers as `--partition` takes them, such as "4,4,3"."""
     return ",".join(map(str, layers))
 
 
@@ -71,7 +71,7 @@ def _speed(choice: PartitionChoice, split: Split) -> str:
 
 
 def _hop_line(choice: PartitionChoice, hop: Hop) -> str:
-    """Return the load of a link between hosts, and whether the stages wait for it."""
+    """Return a line with the figures of a link between hosts, which says whether it limits the speed."""
     request_s = hop.request_s(choice.mix)
     line = (
         f"link from stage {hop.stage} on {hop.sender} to {hop.receiver}: "

@@ -1,6 +1,7 @@
-"""The measured needs of one rank: seconds and bytes, as values on a wire and in the cache.
+"""The measured costs of one rank: its seconds and bytes, as values that are sent and cached.
 
-Made by `planner.step_timing` on the rank's own device, read by `planner.performance`. Torch-free.
+`planner.step_timing` measures them on the rank's own device, and `planner.performance` reads them. No torch
+here.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ _AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 
 
 class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """The seconds of the parts of one step of `num_tokens` tokens, as this rank runs them.
+    """The seconds that the parts of one step of `num_tokens` tokens take on this rank.
 
     Attributes:
         layer_s: one layer.
-        fixed_s: the inputs of the step, whatever the number of layers.
+        fixed_s: preparing the inputs of the step; it does not depend on the number of layers.
         embed_s: the embedding; 0 on all stages but the first.
         head_s: final norm, output head and sampling; 0 on all stages but the last.
-        link_s: sending to the next stage and receiving from the one before, as far as there are such.
+        link_s: receiving from the stage before and sending to the next one; on the first and the last stage
+            only one of the two.
     """
 
     num_tokens: _AtLeastOne
@@ -35,25 +37,26 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
     link_s: Seconds
 
     def step_s(self, num_layers: int) -> float:
-        """Return the seconds of the whole step on a stage with so many layers."""
+        """Return the seconds that the whole step takes on a stage with so many layers."""
         return self.fixed_s + self.embed_s + self.head_s + self.link_s + num_layers * self.layer_s
 
 
 class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """The measured costs of a stage, or of its first rank where several share it.
+    """The measured costs of a rank; those of a stage's first rank count as the costs of the stage.
 
     Attributes:
-        decode: steps of one token a row, by rising number of rows.
-        prefill: a step that is one chunk of one prompt.
-        layer_bytes: weights of one layer as this rank holds them.
-        end_bytes: bytes of embedding, norm and head, as far as they are here.
-        kv_block_bytes: bytes of one block of the KV cache, of one layer.
+        decode: costs of decode steps, which have one token a row, by rising number of rows.
+        prefill: costs of a step that computes one chunk of one prompt.
+        layer_bytes: bytes of one layer's weights, as the rank holds them.
+        end_bytes: bytes of embedding, final norm and output head, as far as the rank has them.
+        kv_block_bytes: bytes of one block of the KV cache, for one layer.
         block_size: tokens of a block.
-        available_bytes: free memory of the rank's device before anything was loaded.
-        num_sharers: ranks that share this memory.
-        num_ranks: those of this stage among them.
-        has_kernels: whether our kernels ran, and not torch.
-        peak_bytes: bytes of the largest plan beside weights and KV cache; None: not measured.
+        available_bytes: free memory of the rank's device, or of its host if that is a CPU, before anything
+            was loaded.
+        num_sharers: number of ranks that share this memory.
+        num_ranks: how many of these are ranks of this stage.
+        has_kernels: whether Penstock's CPU kernels ran, and not plain torch.
+        peak_bytes: bytes that the largest plan takes beside weights and KV cache; None: not measured.
     """
 
     decode: Annotated[list[StepCosts], msgspec.Meta(min_length=1, max_length=1024)]
@@ -69,12 +72,12 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: Count | None = None
 
     def decode_step_s(self, num_layers: int, num_rows: int) -> float:
-        """Return the seconds of a decode step: linear between and beyond the measured numbers of rows."""
+        """Return the seconds of a decode step, by straight lines through the measured numbers of rows."""
         points = [(costs.num_tokens, costs.step_s(num_layers)) for costs in self.decode]
         return max(0.0, interpolate(points, num_rows))
 
     def prefill_token_s(self, num_layers: int) -> float:
-        """Return the seconds that one prompt token takes."""
+        """Return the seconds that each token of the measured chunk takes."""
         return self.prefill.step_s(num_layers) / self.prefill.num_tokens
 
     def weight_bytes(self, num_layers: int) -> int:
@@ -83,10 +86,13 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def interpolate(points: Sequence[tuple[int, float]], x: float) -> float:
-    """Return the value on the line through the two points around `x`; beyond the ends, through the last two.
+    """Return the value at `x` of the straight line through the two points around it.
+
+    Beyond the first or the last point, the line goes through the two points that are nearest. A single point
+    has the same value everywhere.
 
     Args:
-        points: at least one, by rising first coordinate; of two with the same one the second counts.
+        points: at least one, by rising first coordinate; if two have the same one, the second counts.
     """
     if len(points) == 1:
         return points[0][1]

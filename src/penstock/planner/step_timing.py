@@ -1,9 +1,10 @@
-"""The timing of the steps of one rank on its own device, part by part, as `pipeline.stage` would run them.
+"""Times the steps of one rank on its own device, part by part, as `pipeline.stage` would run them.
 
-The weights are the checkpoint's own, in the form in which the rank will hold them; hidden states are random.
-Sampling is greedy. The cases, numbers of decode rows and the chunk of a prompt, take turns of the same length
-on all ranks, so that these run side by side. Of all steps of a case the lower quartile counts: neighbours in
-the pipe slow all steps, other programs only ever some.
+The weights are those of the checkpoint, in the form in which the rank will hold them. Hidden states are
+random, and sampling is greedy. A case is a decode step with some number of rows, or a step with one chunk of
+a prompt. All ranks time the cases in the same order, in turns of the same length, so that they load the
+machine together, as in service. The time of a case is the lower quartile of its steps: other ranks slow all
+steps of a case, while other programs slow only some of them.
 """
 
 from __future__ import annotations
@@ -35,16 +36,20 @@ from penstock.rank.loading import (
 from penstock.rank.memory_probe import MemoryProbe
 from penstock.weights.loader import held_bytes
 
-_MAX_KV_BYTES = 256 << 20  # beyond that, rows share blocks: no processor caches so much
+_MAX_KV_BYTES = 256 << 20  # if more is needed, rows share blocks; no processor caches so much
 _LINK_TIMEOUT_S = 60.0
-_ROUNDS = 2  # turns of every case
-_MAX_LATE_S = 10.0  # beyond what all turns should take; then every case still gets one step
+_ROUNDS = 2  # turns that each case gets
+_MAX_LATE_S = 10.0  # so much later than planned, turns are skipped; but every case gets at least one step
 
 _Step = tuple[float, ...]  # seconds of inputs, embedding, layers, link (both ways) and head
 
 
 class TimedRank:
-    """A rank with some of its layers in memory, ready to be timed."""
+    """A rank with some of its layers in memory, ready to be timed.
+
+    Args:
+        config: the rank with the layers to load, and the cases to time.
+    """
 
     def __init__(self, config: MeasureConfig) -> None:
         rank = config.rank
@@ -62,19 +67,19 @@ class TimedRank:
         width, num_tokens = loaded.spec.hidden_size, rank.max_num_batched_tokens
         hidden_states = torch.randn((num_tokens, width)).to(self._device, dtype_of(rank))
         stream = StreamStart(width, dtype=dtype_of(rank), device=self._device).of(num_tokens)
-        # As the stage before sends it in the largest step; every other step takes a slice of it.
+        # What the stage before would send in the largest step; smaller steps take a slice of it.
         self._received = IntermediateTensors({"hidden_states": hidden_states, "residual": stream})
         self._link = _Loop(rank, self._received)
 
     @torch.inference_mode()
     def measure(self, meeting: MeetingEndpoint | None) -> StageCosts:
-        """Time all cases, in turns.
+        """Time all cases, in turns, and return the costs.
 
-        A rank whose steps are so long that it is late skips turns; the other ranks of its stage skip them
-        too, since all make the same steps.
+        A rank skips turns if its steps take so long that it is late. The other ranks of its stage skip the
+        same turns, since all ranks of a stage must run the same steps.
 
         Args:
-            meeting: the meeting of the ranks of the stage, if there are several.
+            meeting: where the ranks of the stage meet to add up tensors; None: the stage has one rank.
         """
         if meeting is not None:
             self._loaded.group.join(open_meeting(meeting, f"stage {self._config.rank.stage}"))
@@ -105,18 +110,24 @@ class TimedRank:
         )
 
     def decode_step_s(self) -> float:
-        """Return the seconds of one step of a single decode row, without the link. For benchmarks."""
+        """Return the seconds of one step with a single decode row, without the link. Benchmarks call it."""
         plan = self._plan([self._config.context], is_decode=True)
         inputs, embedding, layers, _, head = self._timed_step(plan)
         return inputs + embedding + layers + head
 
     def _plan(self, lengths: Sequence[int], *, is_decode: bool) -> ScheduledBatch:
-        """Return a plan with rows of known tokens: the last one, sampled after, or all (a prompt)."""
+        """Return a plan whose input tokens are all known.
+
+        Args:
+            lengths: for each row, the number of tokens that it has after the step.
+            is_decode: each row computes its last token, and a token is sampled after it. If false, each row
+                computes all its tokens as a chunk of a prompt, and nothing is sampled.
+        """
         rows = list(range(len(lengths)))
         num_tokens = [1 if is_decode else length for length in lengths]
         per_row = [-(-length // self._rank.block_size) for length in lengths]
         ids = [index * 7919 % self._loaded.spec.vocab_size for index in range(max(lengths) + 1)]
-        known = [length + (not is_decode) for length in lengths]  # behind a chunk there is another token
+        known = [length + (not is_decode) for length in lengths]  # a prompt has a token after the chunk
         return ScheduledBatch(
             step_id=0,
             rows=rows,
@@ -136,9 +147,13 @@ class TimedRank:
         )
 
     def _steps(self, plan: ScheduledBatch, seconds: float, late_at: float) -> list[_Step]:
-        """Take one turn: the same step again and again, at least twice unless it is late.
+        """Take one turn: run the same step again and again; at least twice, unless the rank is late.
 
-        The first does not count if there are others, for it finds the caches cold.
+        The first step does not count if others follow, because it does not find its data in the CPU's caches.
+
+        Args:
+            seconds: length of the turn.
+            late_at: from this time on, the rank is late.
         """
         until = time.monotonic() + seconds
         steps = [self._timed_step(plan)]
@@ -147,11 +162,11 @@ class TimedRank:
         return steps[1:] or steps
 
     def _agree(self, goes_on: bool) -> bool:
-        """Return what the first rank of the stage says, so that all make the same steps."""
+        """Return `goes_on` of the stage's first rank, so that all ranks of the stage run the same steps."""
         return bool(self._loaded.group.all_gather(torch.tensor([goes_on], device=self._device))[0])
 
     def _costs(self, plan: ScheduledBatch, steps: Sequence[_Step]) -> StepCosts:
-        """Return the costs of one step of this plan."""
+        """Return the costs of one step of this plan, from the times of all its steps."""
         fixed, embed, layers, link, head = (sorted(part)[len(part) // 4] for part in zip(*steps, strict=True))
         rank = self._rank
         return StepCosts(
@@ -164,9 +179,9 @@ class TimedRank:
         )
 
     def _timed_step(self, plan: ScheduledBatch) -> _Step:
-        """Carry out the plan, and return the times of its parts."""
+        """Carry out the plan, and return the seconds of each part of the step."""
         runner, rank = self._runner, self._rank
-        runner.admit(plan)  # anew for every step; so this is not counted
+        runner.admit(plan)  # every step admits its rows again, unlike in service; so this is not timed
         runner.rows.append_blocks(plan)
         running = msgspec.structs.replace(plan, new_rows=[], new_blocks=[[]] * len(plan.rows))
         instants = [self._now()]
@@ -193,10 +208,10 @@ class TimedRank:
 
 
 class _Loop:
-    """A link of the rank to itself.
+    """A link from the rank to itself, which carries frames as a link between two stages of a host does.
 
     Args:
-        largest: tensors of the largest step that it will carry.
+        largest: tensors of the largest step that the link will carry.
     """
 
     def __init__(self, rank: RankConfig, largest: IntermediateTensors) -> None:
@@ -228,7 +243,10 @@ class _Loop:
 
 
 def _make_resident(kv: Sequence[AnyKV]) -> None:
-    """Write all pages: those never written are all the same page of zeros, which is faster to read."""
+    """Write to all pages of the KV cache, so that each is a page of memory of its own.
+
+    The system maps all pages that were never written to one page of zeros, which is faster to read.
+    """
     for layer in kv:
         for memory in kv_tensors(layer):
             memory.zero_()
