@@ -1,9 +1,9 @@
-"""One call of the engine core as it happened: the request to it, and all that it read and decided meanwhile.
+"""One call of the engine core as it happened: its arguments, and what the core read and decided meanwhile.
 
     begin ── readings of the clock, results, reports, guesses ──▶ plans ── end
 
-Filled on the core's thread, with no more than references to values that do not change. What becomes of it,
-and what of it may be written, is the affair of `decisions.redaction`.
+The core's thread fills it, and only with references to values that do not change. Another thread makes a
+record of it later; `decisions.redaction` decides which parts may be written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.speculation.drafter import Draft
 
 
 class Assembly(NamedTuple):
-    """The call in which scheduler and core are made, and the stages measured."""
+    """The call in which scheduler and core are made, and the stages are measured."""
 
     config: CoreConfig
     kv_plan: KVPlan
@@ -52,7 +52,7 @@ class Turn(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """The call in which an epoch is lost, where another than the core has noticed the loss."""
+    """The call in which an epoch is ended by a loss that the core did not notice itself."""
 
     error: ErrorInfo
     ends: EndedRequests
@@ -81,10 +81,12 @@ Asked = Assembly | Addition | Abortion | Turn | Loss | Entrance | Order | GivenU
 
 
 class HeardDraft(NamedTuple):
-    """The answer of a drafter, or of its guides; `num_known` tokens of the request stand before it.
+    """The answer of a drafter, or of its guides.
 
     Attributes:
-        draft: None: the drafter has failed.
+        arrival: the arrival number of the request.
+        num_known: number of the request's tokens, behind which the guesses stand.
+        draft: the guesses; None: the drafter raised an error.
     """
 
     arrival: int
@@ -93,7 +95,7 @@ class HeardDraft(NamedTuple):
 
 
 class Unsent(NamedTuple):
-    """The error of the plan before it, which could not be submitted."""
+    """The error of a plan that could not be submitted; in `CoreCall.steps` it comes right after that plan."""
 
     error: ErrorInfo
 
@@ -103,20 +105,21 @@ class CoreCall:
     """A call of the core.
 
     Attributes:
-        asked: the request to the core.
+        asked: which call it is, with its arguments.
         times: readings of the clock, in their order.
-        steps: results of each poll, or the error that it raised, and plans that were submitted, in their
-            order.
-        grammars: reports on grammars, by the number of the look for them; looks that found none are left out.
-        num_looks: how often grammars were looked for.
-        spans, stage_times: those found by each look at them.
-        drafts, guided: answers of drafter and guides.
-        wants: tokens that the last stage is to guess, for each question about it.
-        news: requests of which more is guessed, for each look for them.
-        drafter: the drafter's name, and whether it guesses on the last stage; said when the core is
-            assembled.
-        ended: requests that have ended in the call.
-        is_refused: the call has raised an error.
+        steps: all polls and submitted plans, in their order. A poll stands there as its results, or as the
+            error that it raised.
+        grammars: the outcomes of grammars that the core's n-th look for them found in this call, by n, which
+            counts from 0; looks that found none are left out.
+        num_looks: how often the core looked for grammars in this call.
+        spans, stage_times: the reports that each look at them found.
+        drafts, guided: the answers of the drafter, and of its guides.
+        wants: each answer of the drafter to how many tokens the last stage is to guess.
+        news: the requests for which more was guessed, as each poll of the drafter found them.
+        drafter: the drafter's name, and whether its guesses are made on the last stage; set only in the call
+            that makes the core.
+        ended: ids of the requests that ended in the call.
+        is_refused: the call raised an error.
     """
 
     asked: Asked

@@ -1,10 +1,11 @@
-r"""The file of recorded decisions: a line with its version, then all records in one compressed stream.
+r"""The file of recorded decisions: a line with format and version, then all records in one compressed stream.
 
     penstock decisions 1 0.1.0\n
     zlib( length, checksum, record │ length, checksum, record │ … )
 
-Numbers are four bytes each, the lowest first; the checksum is crc32 of the record. What was written at once
-can be read at once, so that of a file whose writer was killed nothing is lost but the end.
+Length and checksum have four bytes each, the lowest first; the checksum is the crc32 of the record. After
+each flush, all records so far can be read. So if the writer is killed, only the records after the last flush
+are lost.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ _FIRST_LINE = re.compile(rb"penstock decisions ([0-9]{1,6}) ([0-9A-Za-z.+-]{1,64
 _MAX_LINE = 100  # bytes
 _CHUNK = 1 << 16
 MAX_RECORD_BYTES = 1 << 28
-_LEVEL = 1  # of zlib: the writer should not keep up a core
+_LEVEL = 1  # of zlib, the fastest: compression should not take a CPU core from the engine
 _MOST_FILES = 1000
 
 
 def create_log(path: Path) -> tuple[BinaryIO, Path]:
-    """Create a file that only its owner may read.
+    """Create a file that only its owner may read, and write its first line.
 
-    A file that exists is never written over: the new one gets a number behind the name then.
+    A file that exists is never overwritten: in that case the name of the new file gets a number at its end.
 
     Returns:
-        The file, and its name.
+        The file, and its path.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: the file cannot be written, or too many numbered files exist.
     """
     for number in range(1, _MOST_FILES):
         name = path if number == 1 else path.with_name(f"{path.name}.{number}")
@@ -74,22 +75,25 @@ def _unwritable(path: Path, error: OSError) -> UsageError:
 
 
 class RecordStream:
-    """The bytes of records, one after the other, for a file that has its first line."""
+    """Makes the compressed bytes of records, which follow the first line of a file."""
 
     def __init__(self) -> None:
         self._compressor = zlib.compressobj(_LEVEL)
 
     def add(self, record: Record) -> bytes:
-        """Return bytes for the file; a part of the record may come with the next."""
+        """Add a record, and return the next bytes of the file.
+
+        Some bytes of the record may stay in the compressor until the next call.
+        """
         data = encode_record(record)
         return self._compressor.compress(_HEAD.pack(len(data), zlib.crc32(data)) + data)
 
     def flush(self) -> bytes:
-        """Return what is left of the records so far."""
+        """Return the bytes of all records so far that are still in the compressor."""
         return self._compressor.flush(zlib.Z_SYNC_FLUSH)
 
     def finish(self) -> bytes:
-        """Return the last bytes."""
+        """Add the record `Finished`, and return the last bytes of the file."""
         return self.add(Record(call=Finished())) + self._compressor.flush(zlib.Z_FINISH)
 
 
@@ -100,7 +104,8 @@ class DecisionFile:
         path: the path of the file.
 
     Attributes:
-        is_whole: its end has been read, and the engine had ended there. Else it was killed, or is running.
+        is_whole: `records` has read the record `Finished`. If it has read all records without finding it, the
+            engine was killed, is still running, or has stopped recording.
     """
 
     def __init__(self, path: Path) -> None:
@@ -108,7 +113,7 @@ class DecisionFile:
         self._path = path
 
     def records(self) -> Iterator[Record]:
-        """Yield the records, from the first to the last whole one.
+        """Yield the records up to the last complete one, except `Finished`.
 
         Raises:
             DecisionLogError: the file is missing, damaged, of another kind or of another version.
@@ -125,7 +130,7 @@ class DecisionFile:
             yield record
 
     def _texts(self) -> Iterator[bytes]:
-        """Yield the bytes of each record."""
+        """Yield the bytes of each complete record."""
         pending, number = bytearray(), 0
         for data in self._decompressed():
             pending += data

@@ -1,9 +1,9 @@
-"""Writes records in a thread of its own, so that a slow disk does not hold up the core.
+"""Writes records in a separate thread, so that a slow disk does not hold up the core.
 
     core ──calls──▶ queue (bounded) ──▶ redaction ──▶ compressed records ──▶ file
 
-A full disk, a queue that fills up since the disk is too slow, or any other error ends the recording with one
-line in the log, and touches no request: what is in the file can be replayed up to there.
+A full disk, a queue that fills up because the disk is too slow, or any other error ends the recording with
+one line in the log. Requests do not notice it. The records that are in the file by then can be replayed.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from penstock.decisions.core_call import CoreCall
 from penstock.decisions.log_file import RecordStream
 from penstock.decisions.redaction import Redaction
 
-MOST_WAITING = 20_000  # calls; a busy core makes some thousand a second
-FLUSH_S = 0.25  # after which what was recorded is in the file
-CLOSE_S = 10.0  # for the thread to write what is left
+MOST_WAITING = 20_000  # calls in the queue; a busy core makes some thousand a second
+FLUSH_S = 0.25  # a record is in the file after so many seconds
+CLOSE_S = 10.0  # for which `close` waits until the thread has written what is left
 
 _logger = logging.getLogger(__name__)
 
 
 class LogWriter:
-    """Writes to one file until it is closed, or cannot go on.
+    """Writes the records of calls to one file, until it is closed or an error stops it.
 
     Args:
-        file: the file at whose end records are written; it is closed with the writer.
-        path: its name, for messages.
-        most_waiting: calls that may wait for the thread.
+        file: an open file that has its first line; the writer closes it at the end.
+        path: path of the file, for messages.
+        most_waiting: most calls that may wait in the queue.
     """
 
     def __init__(self, file: BinaryIO, path: Path, *, most_waiting: int = MOST_WAITING) -> None:
@@ -48,11 +48,11 @@ class LogWriter:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more is written."""
+        """Whether the writer has ended or was stopped, and so writes no further call."""
         return self._is_over.is_set()
 
     def put(self, call: CoreCall) -> None:
-        """Write a call, which must not change any more; the thread does it later."""
+        """Queue a call, which must not change any more; the thread writes its record later."""
         if self.is_over:
             return
         if self._waiting.qsize() >= self._most_waiting:
@@ -61,7 +61,7 @@ class LogWriter:
         self._waiting.put(call)
 
     def close(self) -> None:
-        """Write what is left, and end. May be called twice."""
+        """Write what is left in the queue, and end the thread. May be called twice."""
         self._waiting.put(None)
         self._thread.join(CLOSE_S)
 

@@ -1,4 +1,4 @@
-"""An executor whose answers are noted while the core is in a call; the executor behind it does the work."""
+"""An executor that passes calls on to another one, and notes the answers while the core is in a call."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ CurrentCall = Callable[[], CoreCall | None]
 
 
 class RecordedReports:
-    """The reports of an executor, which are noted.
+    """The reports of an executor; those that the core's decisions depend on are noted.
 
     Args:
         executor: the executor whose reports they are.
-        current: returns the call that the core is in.
+        current: returns the call that the core is in; None: it is in none.
     """
 
     def __init__(self, executor: Executor, current: CurrentCall) -> None:
@@ -63,7 +63,7 @@ class RecordedReports:
         return self._executor.reports.rank_spans(seen)
 
     def finished_orders(self) -> list[OrderResult]:
-        """Return the results of orders to copy KV blocks; without a store there are none."""
+        """Return the results of orders to copy KV blocks: none, as an engine with a store is not recorded."""
         return self._executor.reports.finished_orders()
 
     def store_use(self) -> StoreUse:
@@ -71,16 +71,16 @@ class RecordedReports:
         return self._executor.reports.store_use()
 
     def entry_answers(self) -> list[EntryAnswers]:
-        """Return the ranks' answers about the KV store; without a store there are none."""
+        """Return the ranks' answers about the KV store: none, as an engine with a store is not recorded."""
         return self._executor.reports.entry_answers()
 
 
 class RecordedExecutor:
-    """An executor whose answers are noted.
+    """An executor that passes calls on to another one, and notes its plans, results and errors.
 
     Args:
         executor: the executor that does the work.
-        current: returns the call that the core is in.
+        current: returns the call that the core is in; None: it is in none.
     """
 
     def __init__(self, executor: Executor, current: CurrentCall) -> None:

@@ -1,4 +1,4 @@
-"""A drafter, and guides of one, whose answers are noted while the core is in a call."""
+"""A drafter, and guides of a drafter, that pass calls on and note the answers while the core is in a call."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from penstock.speculation.grammar_guides import NoGuides
 
 
 class RecordedDrafter:
-    """Answers as the drafter behind it does.
+    """A drafter that answers as another one does, and notes the answers.
 
     Args:
-        current: returns the call that the core is in.
+        drafter: the drafter that answers.
+        current: returns the call that the core is in; None: it is in none.
     """
 
     def __init__(self, drafter: Drafter, current: CurrentCall) -> None:
@@ -27,7 +28,7 @@ class RecordedDrafter:
         return self._drafter.is_at_tail
 
     def propose(self, question: Question) -> Draft:
-        """Return the drafter's guess of a request's next tokens, and note it; note None if it fails."""
+        """Return the drafter's guess of a request's next tokens, and note it; note None if it raises."""
         draft = None
         try:
             draft = self._drafter.propose(question)
@@ -72,10 +73,11 @@ class RecordedDrafter:
 
 
 class RecordedGuides(NoGuides):
-    """The guides of a drafter, whose answers are noted.
+    """Guides of a drafter that answer as other guides do, and note the answers.
 
     Args:
-        current: returns the call that the core is in.
+        guides: the guides that answer.
+        current: returns the call that the core is in; None: it is in none.
     """
 
     def __init__(self, guides: NoGuides, current: CurrentCall) -> None:

@@ -1,10 +1,11 @@
-"""The interface that records decisions: a recorder notes what the core reads; the default notes nothing.
+"""The recorder of a core's decisions, which notes what the core reads; by default a recorder notes nothing.
 
     clock, executor, drafter, guides ──▶ recorder ──▶ the core's own scheduler
                                             └──calls──▶ `decisions.log_writer`
 
-`engine.core.core_assembly` lets all that the core reads pass here; `engine.core.recorded_core` says when a
-call of the core begins and ends. Where nothing is recorded everything passes as it is, and costs nothing.
+`engine.core.core_assembly` gives the recorder the clock, the executor, the drafter and the guides, and the
+core gets what the recorder returns. `engine.core.recorded_core` says when a call of the core begins and ends.
+If nothing is recorded, the recorder returns what it was given, so that calls cost nothing more.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _logger = logging.getLogger(__name__)
 
 
 class NoRecorder:
-    """Records nothing; also the protocol of what stands between a core and what it reads."""
+    """Records nothing; other recorders, and `replay.playback`, override its methods."""
 
     def begin_assembly(self, config: CoreConfig, kv_plan: KVPlan, *, recovers: bool, epoch: int) -> None:
         """Begin the call in which scheduler and core are made."""
@@ -95,14 +96,14 @@ class DecisionRecorder(NoRecorder):
         self._writer.close()
 
     def current(self) -> CoreCall | None:
-        """Return the call that the core is in."""
+        """Return the call that the core is in; None: it is in none, or nothing is written any more."""
         return self._call
 
     def begin(self, asked: Asked) -> bool:
-        """Begin a call, unless it is part of a call that the core is in, or nothing is written.
+        """Begin a call, unless the core is in a call already, or nothing is written any more.
 
         Returns:
-            Whether it began, so that it has to be ended.
+            Whether the call began; if so, the caller must end it.
         """
         if self._call is not None or self._writer.is_over:
             return False
@@ -113,7 +114,8 @@ class DecisionRecorder(NoRecorder):
         """End the call.
 
         Args:
-            updates: the updates that it returns.
+            updates: the updates that the call returns.
+            is_refused: the call raised an error.
         """
         call, self._call = self._call, None
         assert call is not None, "no call is being recorded"
@@ -126,7 +128,8 @@ def open_recorder(config: CoreConfig) -> NoRecorder:
     """Return the recorder that a core's settings ask for.
 
     Raises:
-        UsageError: the file cannot be written, or the blocks of a store would decide, too.
+        UsageError: the file cannot be written, or the engine has a KV store or host tier. Decisions depend on
+            the blocks that are found there, which are not recorded.
     """
     if not config.record_decisions:
         return NO_RECORDER

@@ -2,9 +2,9 @@
 
     Assembled ── RequestAdded ── Turned ── Turned ── RequestAborted ── … ── Finished
 
-A record says what the core was asked and what it met: readings of its clock, results, reports, guesses; and
-the plans that it made of these. No token of a prompt or an output is in it (`decisions.token_chain`), nor a
-salt, a grammar or a session's name. Plain data.
+A record says which call of the core it was, and what the core read meanwhile: its clock, results, reports and
+guesses. It also has the plans that the core made. Tokens of prompts and outputs are not in it, nor are salts,
+grammars and names of sessions; it has aliases in their place (`decisions.token_chain`). Plain data.
 """
 
 from __future__ import annotations
@@ -32,18 +32,23 @@ from penstock.process.config import CoreConfig
 from penstock.process.control import EndedRequests
 from penstock.request import SamplingParams
 
-FORMAT = 1  # of the file; another one is refused
+FORMAT = 1  # of the file; a file of another format is not read
 _NS = 1_000_000_000
 
 
 class Assembled(msgspec.Struct, frozen=True, tag="assembled", kw_only=True, omit_defaults=True):
-    """Scheduler and core were made with these settings. A start that was tried again is recorded again.
+    """Scheduler and core were made with these settings, and the stages were measured.
+
+    If a start fails and is tried again, there is a record of each attempt.
 
     Attributes:
-        config: without paths and without the draft model.
-        config_digest: its digest, as this version of Penstock encodes it.
-        drafter: the drafter's name; empty: there was none.
-        is_at_tail: the last stage guesses.
+        config: the core's settings, without paths, CPU numbers and the draft model.
+        config_digest: the digest of `config`, as the recording version of Penstock encodes it.
+        kv_plan: the number of KV blocks, and the reports of the ranks.
+        recovers: whether a lost pipe is connected again.
+        epoch: number of the epoch in which the core began.
+        drafter: name of the drafter; empty: there was none.
+        is_at_tail: the drafter's guesses are made on the last stage.
     """
 
     config: CoreConfig
@@ -59,10 +64,13 @@ class RequestAdded(msgspec.Struct, frozen=True, tag="added", kw_only=True, omit_
     """A request was added.
 
     Attributes:
-        prompt: aliases of its tokens, four bytes each, the lowest first.
-        sampling: the part that the scheduler reads; the rest has its defaults.
-        followers: ids of the sequences that follow it.
-        output_ids: aliases of the tokens that another core had given it; None: it is new.
+        prompt: aliases of the prompt's tokens, four bytes each, the lowest first.
+        sampling: the fields that the scheduler reads, with aliases of names and grammars. All other fields
+            have fixed values.
+        followers: ids of the followers, as in `GenerationRequest`.
+        follows: as in `GenerationRequest`.
+        output_ids: aliases of the tokens that a lost core had returned for the request; None: it is new.
+        num_scores: number of prompt tokens whose log-probabilities that core had returned.
     """
 
     request_id: str
@@ -82,20 +90,28 @@ class RequestAborted(msgspec.Struct, frozen=True, tag="aborted"):
 
 
 class Turned(msgspec.Struct, frozen=True, tag="turn", omit_defaults=True):
-    """The core has settled results and made plans."""
+    """A call of `EngineCore.step`: the core has settled results and made plans."""
 
     timeout_s: float = 0.0
 
 
 class EpochLost(msgspec.Struct, frozen=True, tag="lost"):
-    """The pipe was broken, which another than the core had noticed."""
+    """The epoch was ended because another process than the core noticed that the pipe was broken.
+
+    Attributes:
+        ends: which requests end with the error, as in `EngineCore.lose_epoch`.
+    """
 
     error: ErrorInfo
     ends: EndedRequests
 
 
 class EpochEntered(msgspec.Struct, frozen=True, tag="entered"):
-    """The pipe was joined again."""
+    """The next epoch began: the core was connected with all ranks again.
+
+    Attributes:
+        ranks: the reports of the ranks that have loaded.
+    """
 
     epoch: int
     ranks: list[RankLoaded]
@@ -108,13 +124,16 @@ class Operated(msgspec.Struct, frozen=True, tag="operated"):
 
 
 class PipeGivenUp(msgspec.Struct, frozen=True, tag="given_up"):
-    """The pipeline was given up."""
+    """The pipeline was given up for good; all requests end with the error."""
 
     error: ErrorInfo
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
-    """The engine has ended; nothing follows. Without this record it was killed, or the disk was full."""
+    """The engine has ended, and no record follows.
+
+    A file without this record is of an engine that was killed or still runs, or the recording was stopped.
+    """
 
 
 Call = (
@@ -131,7 +150,10 @@ Call = (
 
 
 class Guess(msgspec.Struct, frozen=True, array_like=True):
-    """A draft, with aliases in place of tokens; `Draft` has the same fields."""
+    """A draft, with aliases in place of tokens; the fields are those of `Draft`.
+
+    A negative `chance` stands for a drafter that failed instead of answering.
+    """
 
     token_ids: list[int]
     chance: float
@@ -140,17 +162,21 @@ class Guess(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One call of the core, with lists in the order in which the core asked; see `core_call.CoreCall`.
+    """One call of the core. Lists have the order in which the core read their entries.
+
+    Fields that are not listed here are those of `core_call.CoreCall`.
 
     Attributes:
-        times: readings of the clock, as `packed_times` has them.
-        polls: results of each poll, or the error that it raised.
-        plans: plans that were submitted, as `without_tokens` has them.
-        unsent: errors of plans that could not be submitted, by their place among `plans`.
-        drafts, guided: None: there was no guess; an empty list: the drafter has failed.
-        stops: sampled aliases that end their request: request id, alias.
-        ended: requests that have ended in the call.
-        is_refused: the call has raised an error.
+        call: which call it was, with its arguments.
+        times: readings of the clock, in the form of `packed_times`.
+        polls: for each poll of the executor, the results, or the error that it raised.
+        plans: the plans that were submitted, in the form of `without_tokens`.
+        unsent: index in `plans` -> the error, for plans that could not be submitted.
+        spans: for each look at the ranks' timed work, the reports that had come since the look before.
+        drafts, guided: the answers of the drafter, and of its guides; None: there was no guess (`NO_DRAFT`).
+        stops: the sampled tokens that end their request: pairs of the request's id and the token's alias.
+        ended: ids of the requests that ended in the call.
+        is_refused: the call raised an error.
     """
 
     call: Call
@@ -179,7 +205,7 @@ def encode_record(record: Record) -> bytes:
 
 
 def decode_record(data: bytes) -> Record:
-    """Return a record. Raises `msgspec.DecodeError` for bytes that are not one of this version."""
+    """Return the record that these bytes encode. Raises `msgspec.DecodeError` if they encode none."""
     return _decoder.decode(data)
 
 
@@ -189,9 +215,9 @@ def config_digest(config: CoreConfig) -> str:
 
 
 def without_tokens(plan: ScheduledBatch) -> ScheduledBatch:
-    """Return the plan with the number of tokens in the place of their ids.
+    """Return the plan with numbers of tokens in the place of their ids, and without sampling and digest.
 
-    What a request asks of the sampler is left out, too: all that a scheduler decides is left.
+    All that the scheduler decides is still there.
     """
     replace = msgspec.structs.replace
     return replace(
@@ -206,13 +232,15 @@ def without_tokens(plan: ScheduledBatch) -> ScheduledBatch:
 
 
 def packed_times(times: Sequence[float], before_ns: int) -> tuple[list[int | float], int]:
-    """Return readings of a clock as nanoseconds since the reading before, where nothing is lost by that.
+    """Return readings of a clock, each as whole nanoseconds since the reading before it.
+
+    A reading that whole nanoseconds cannot express exactly stays a float, in seconds.
 
     Args:
-        before_ns: the reading before the first.
+        before_ns: the reading before the first of `times`.
 
     Returns:
-        The readings, and the last of them in nanoseconds.
+        The packed readings, and the last reading in nanoseconds.
     """
     packed: list[int | float] = []
     for time in times:
@@ -223,7 +251,7 @@ def packed_times(times: Sequence[float], before_ns: int) -> tuple[list[int | flo
 
 
 def unpacked_times(packed: Sequence[int | float], before_ns: int) -> tuple[list[float], int]:
-    """Return the readings that `packed_times` was given, and the last one in nanoseconds."""
+    """Return the readings that `packed_times` packed, and the last of them in nanoseconds."""
 
     def read() -> Iterator[float]:
         nonlocal before_ns

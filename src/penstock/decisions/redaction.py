@@ -2,12 +2,12 @@
 
     tokens                          aliases (`decisions.token_chain`)
     salts, names of sessions        aliases
-    grammars                        aliases of the same length, since their room is reckoned from that
-    log-probabilities, vectors      their number
+    grammars                        aliases of the same length: the scheduler reckons their memory by length
+    log-probabilities, vectors      placeholders, as many as there were
     how a token is sampled          left out
 
-Runs on the thread that writes (`decisions.log_writer`), and so follows what the core has done: which request
-holds which row, and what it has.
+It runs on the thread that writes (`decisions.log_writer`), some time after the call. So it cannot ask the
+core which request holds which row, and which tokens that request has: it keeps track of both from the calls.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NAME_BYTES = 8
 _NO_SCORE = TokenLogprobs(0.0, 1, [], [])
 _FINITE_VECTOR = b"\0\0\0\0"
 _UNTOLD = "not recorded"
-_ALIAS_CHARACTERS = 126  # of one byte each, and another one fills up
+_ALIAS_CHARACTERS = 126  # "\x01" to "\x7e", digits of one byte each; "\x7f" fills up to the length
 
 
 @dataclass(slots=True)
@@ -45,7 +45,8 @@ class _Live:
     """A request that has not ended.
 
     Attributes:
-        stops: ids that end it.
+        stops: token ids that end the request.
+        text: the states of its tokens, from which aliases follow.
     """
 
     request_id: str
@@ -54,10 +55,10 @@ class _Live:
 
 
 class Redaction:
-    """Makes records, in the order of the calls.
+    """Makes the records of calls; it must get all calls, in their order.
 
     Args:
-        key: the key of the aliases; random where it is not given.
+        key: the key of the aliases; None: a random one.
     """
 
     def __init__(self, key: bytes | None = None) -> None:
@@ -68,7 +69,7 @@ class Redaction:
         self._begin(eos_token_ids=())
 
     def record(self, call: CoreCall) -> Record:
-        """Return the record of a call, without what must not be written."""
+        """Return the record of a call, in which aliases and placeholders replace what must not be written."""
         asked = self._asked(call)
         self._stops = []
         polls: list[list[StepResult] | ErrorInfo] = []
@@ -107,10 +108,10 @@ class Redaction:
         return record
 
     def _begin(self, eos_token_ids: Sequence[int]) -> None:
-        """Begin with a new core, which knows nothing."""
+        """Forget all requests, since a new core is made, which knows none."""
         self._eos_token_ids = frozenset(eos_token_ids)
         self._live: dict[int, _Live] = {}  # by arrival
-        self._arrivals: dict[str, int] = {}  # of those
+        self._arrivals: dict[str, int] = {}  # request id -> arrival, of the same requests
         self._num_arrivals = 0
         self._rows: dict[int, int] = {}  # arrival of the request that holds a row, or held it last
         self._sampled: dict[int, list[int | None]] = {}  # by step in flight: arrivals of the rows it samples
@@ -169,7 +170,10 @@ class Redaction:
         )
 
     def _sampling(self, request: GenerationRequest) -> SamplingParams:
-        """Return what the scheduler reads. Ids that end the request come with results (`Record.stops`)."""
+        """Return the fields that the scheduler reads; the others get fixed values.
+
+        The ids that end the request are not among them: `Record.stops` has those that were sampled.
+        """
         sampling = request.sampling
         return SamplingParams(
             temperature=0.0,
@@ -190,7 +194,7 @@ class Redaction:
         return operation
 
     def _name(self, text: str) -> str:
-        """Return the alias of a name; empty for an empty one."""
+        """Return the alias of a name; the alias of an empty name is empty."""
         data = text.encode("utf-8", "surrogatepass")
         return hashlib.blake2b(data, key=self._key, digest_size=_NAME_BYTES).hexdigest() if text else ""
 
@@ -206,7 +210,7 @@ class Redaction:
     # --- what has come ---------------------------------------------------------------------------
 
     def _follow(self, plan: ScheduledBatch) -> None:
-        """Learn from a plan which requests get rows, and whose tokens its result will bring."""
+        """Learn from a plan which requests get rows, and to which requests its result will bring tokens."""
         for new in plan.new_rows:
             self._rows[new.row] = self._arrivals.get(new.request_id, -1)
         self._sampled[plan.step_id] = [self._rows.get(row) for row in plan.sampled_rows]
@@ -251,7 +255,7 @@ class Redaction:
         return Guess(ids, draft.chance, draft.more_s, draft.is_forced)
 
     def _new_spans(self, reports: Sequence[StageSpans]) -> list[StageSpans]:
-        """Return the reports that have come since the last look; the engine keeps some for longer."""
+        """Return the reports that the look before did not find; the engine returns each for some seconds."""
         new = [report for report in reports if report.key not in self._seen_spans]
         self._seen_spans = {report.key for report in reports}
         return new
@@ -275,7 +279,7 @@ def _assembled(asked: core_call.Assembly, drafter: str, is_at_tail: bool) -> rec
 
 
 def without_places(config: CoreConfig) -> CoreConfig:
-    """Return the part of a config that decides: without files, cores and the model that drafts."""
+    """Return a config without what decisions do not depend on: paths, CPU numbers and the draft model."""
     return msgspec.structs.replace(config, model_path="", cpus=(), drafter=None, record_decisions="")
 
 
@@ -284,13 +288,18 @@ def _without_reason(report: BuiltGrammar) -> BuiltGrammar:
 
 
 def _grammar_of_size(num_bytes: int, number: int) -> StructuredOutputs:
-    """Return a grammar that holds only a number, in so many bytes as msgpack, if that length can be had."""
+    """Return a grammar that stands for a number, and has a given size as msgpack if possible.
+
+    Args:
+        num_bytes: the size. If no form of grammar can have it, the smallest JSON form is returned.
+        number: tells this alias from others.
+    """
     digits = []
     while number:
         number, digit = divmod(number, _ALIAS_CHARACTERS)
         digits.append(chr(1 + digit))
     text, forms = "".join(digits), (_as_json, _as_regex, _as_grammar)
-    for make in forms:  # not every length can be had of each of them: that of a text takes more or less room
+    for make in forms:  # no form can have all sizes: msgpack's header of a text grows with the text's length
         for length in range(max(len(text), num_bytes - 20), num_bytes):
             structured = make(text.ljust(length, "\x7f"))
             if len(msgspec.msgpack.encode(structured)) == num_bytes:

@@ -1,12 +1,13 @@
-"""The aliases of tokens, which show which texts begin alike, and nothing else of the texts.
+"""The aliases of tokens: they show which texts begin alike, and nothing else of the texts.
 
     tokens     t0      t1      t2            state i+1 = hash(key, state i, token i)
     states  s0 ──▶ s1 ──▶ s2 ──▶ s3          alias of token i = 31 bits of state i+1
 
-The scheduler compares tokens only together with all that stand before them: names of blocks hang on the whole
-beginning, and a guess is compared with the token that came in its place. So an alias may hang on the whole
-beginning, too. Equal texts have equal aliases, and the same token elsewhere has others, so that there is
-nothing to count; without the key, which is made up for each file and written nowhere, none can be tried out.
+The scheduler compares tokens only together with all tokens before them: the name of a block follows from the
+whole text up to its end, and a guess is compared with the token that came at its position. So an alias may
+follow from the whole text before it, too. Texts that begin alike have the same aliases there. The same token
+behind another text has another alias, so that a reader of the file cannot count how often a token occurs. The
+key is made for each file and written nowhere; without it, a reader cannot try out which tokens give an alias.
 """
 
 from __future__ import annotations
@@ -15,42 +16,46 @@ import hashlib
 from collections.abc import Sequence
 
 _STATE_BYTES = 16
-_ALIAS_MASK = 2**31 - 1  # as many ids as the core takes for a vocabulary
-NO_ALIAS = 0  # of tokens that are not compared
+_ALIAS_MASK = 2**31 - 1  # the core accepts vocabularies of so many ids
+NO_ALIAS = 0  # in place of tokens that the scheduler does not compare
 
 
 class TokenChain:
-    """The states of one request's text.
+    """The chain of states for the tokens of one request.
 
     Args:
         key: the key of the file.
-        root: what texts must share besides, to be alike.
+        root: bytes that stand before the first token: two texts have equal aliases only if their roots are
+            equal.
     """
 
     def __init__(self, key: bytes, root: bytes = b"") -> None:
         self._key = key
         self._states = [hashlib.blake2b(root, key=key, digest_size=_STATE_BYTES).digest()]
-        self._first = 0  # tokens before the first state that is kept
+        self._first = 0  # number of tokens before the first state that is kept
 
     def copy(self) -> TokenChain:
-        """Return another text that is the same so far."""
+        """Return another chain that has the same tokens so far."""
         other = TokenChain(self._key)
         other._states, other._first = list(self._states), self._first
         return other
 
     def extend(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the aliases of tokens that follow, and go on behind them."""
+        """Append tokens to the text, and return their aliases."""
         states = self._following(self._states[-1], token_ids)
         self._states += states
         return _aliases(states)
 
     def aliases_behind(self, num_known: int, token_ids: Sequence[int]) -> list[int]:
-        """Return the aliases that tokens would have behind the first `num_known`."""
+        """Return the aliases that tokens would have behind the first `num_known` tokens of the text.
+
+        If the state there is not kept, the nearest kept state stands in for it.
+        """
         index = min(max(num_known - self._first, 0), len(self._states) - 1)
         return _aliases(self._following(self._states[index], token_ids))
 
     def forget_past(self) -> None:
-        """Forget the states before its end: no guess is compared there any more."""
+        """Forget all states but the last one: guesses will be compared only behind the whole text."""
         self._first += len(self._states) - 1
         del self._states[:-1]
 
