@@ -2,11 +2,12 @@
 
     step 41: rows 1, decoding 1, tokens 1; plans in flight before: 1
     a: decodes position 70, from the sample of step 37
-    b is not in it: its token of step 40 is not back; it may go from step 42 on all the same
+    b is not in it: its token of step 40 has not returned; it may run from step 42 without it
     c waits: it needs 5 KV blocks of the 4 that are free, besides 2 that the running requests may need next
 
-Asked right after a plan is made, when all tests that a request has failed still fail: within a plan blocks,
-rows and room for tokens only become fewer. Changes nothing, and is in no plan's way.
+An explanation is made right after its plan, and repeats the checks by which the scheduler left requests out.
+While a plan is filled, free blocks, free rows and room for tokens only become fewer. So a check that failed
+then still fails now. The explanation changes nothing in the scheduler.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from penstock.scheduler.queues import RequestState
 from penstock.scheduler.scheduler import SchedulerParts
 from penstock.scheduler.start_order import StartOrder
 
-_MOST_TOLD = 50  # requests in line
+_MOST_TOLD = 50  # most waiting requests that are explained one by one
 
 
 class PlanExplanation:
@@ -32,7 +33,7 @@ class PlanExplanation:
         self._parts = parts
 
     def sentences(self, plan: ScheduledBatch) -> list[str]:
-        """Return what is in the plan and which requests are not, with the reasons."""
+        """Return sentences that say what is in the plan, and why each other request is not."""
         return [*self._head(plan), *self._placed(plan), *self._running(plan), *self._line()]
 
     def _head(self, plan: ScheduledBatch) -> Iterator[str]:
@@ -107,7 +108,7 @@ class PlanExplanation:
         )
 
     def _line(self) -> Iterator[str]:
-        """Yield why requests have no row, in the order in which they start."""
+        """Yield why each waiting request has no row, in the order in which they will start."""
         line, reason, first = list(self._parts.queues.line()), "", ""
         order = StartOrder(self._parts.queues, self._parts.grammars)
         may_start = order.next_request(newcomers=self._parts.paused is None)
@@ -128,7 +129,7 @@ class PlanExplanation:
             yield f"{len(line) - _MOST_TOLD} more wait after these"
 
     def _what_lacks(self, request: RequestState) -> str:
-        """Return why the head of the line did not start."""
+        """Return why the request that may start next did not start with this plan."""
         if request.num_pending:
             return "it was preempted for older requests, and its last tokens are still in flight"
         found = self._parts.prefixes.find(request)

@@ -1,7 +1,7 @@
-"""The stand-in for a recorder: a replayed core reads from a record what it would read of its machine.
+"""The stand-in for a recorder in a replay: through it, the core reads the recording in place of its machine.
 
-Drafter and guides of a replayed core answer what was recorded. The scheduler's own rules about guesses (how
-many are worth sending, which requests wait for them) run as ever.
+It gives the core a clock, a drafter and guides that answer what was recorded. The scheduler's own rules about
+guesses (how many are worth sending, which requests wait for them) run as in service.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from penstock.speculation.grammar_guides import NoGuides
 
 
 class Playback(NoRecorder):
-    """The sources that a replayed core reads.
+    """Gives a replayed core its clock, executor, drafter and guides.
 
     Args:
-        assembled: the core, in the recording.
-        answers: answers of the record that is replayed now.
+        assembled: the recorded call in which the core was made.
+        answers: the answers of the record that is being replayed.
     """
 
     def __init__(self, assembled: Assembled, answers: RecordedAnswers) -> None:
@@ -45,6 +45,7 @@ class ReplayedDrafter:
     """A drafter that repeats the recorded guesses.
 
     Args:
+        answers: the answers of the record that is being replayed.
         name, is_at_tail: those of the recorded drafter.
     """
 
@@ -65,16 +66,16 @@ class ReplayedDrafter:
         return self._answers.wanted()
 
     def hear(self, request: int, num_known: int, token_ids: Sequence[int]) -> None:
-        """Do nothing: what it would have guessed from it is recorded."""
+        """Do nothing: the guesses that the drafter made after it heard these are recorded."""
 
     def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
-        """Do nothing: what it has learnt from it is recorded."""
+        """Do nothing: the guesses that the drafter made after it learnt this are recorded."""
 
     def forget(self, request: int) -> None:
-        """Do nothing: it keeps nothing of a request."""
+        """Do nothing: nothing is kept of a request."""
 
     def poll(self) -> Collection[int]:
-        """Return the recorded requests of which more was guessed."""
+        """Return the requests for which more was guessed, as recorded."""
         return self._answers.news()
 
     def wait_sources(self) -> Sequence[int]:
@@ -82,11 +83,11 @@ class ReplayedDrafter:
         return ()
 
     def close(self) -> None:
-        """Do nothing: it holds nothing that is to be closed."""
+        """Do nothing: there is nothing to close."""
 
 
 class ReplayedGuides(NoGuides):
-    """Guides that repeat what was recorded."""
+    """Guides that repeat the recorded answers."""
 
     def __init__(self, answers: RecordedAnswers) -> None:
         self._answers = answers

@@ -1,10 +1,11 @@
-"""The answers that a recorded core has read, given again in the same order; its plans are compared.
+"""Gives a replayed core the answers that the recorded core read, in the same order, and compares its plans.
 
     record ──▶ readings of the clock, results, reports, guesses ──▶ core and scheduler ──▶ plans
                                           the plans of the record ──compared──────────────┘
 
-One record at a time: `begin` takes it up, and whatever the core asks until the next is answered from it. A
-core that decides otherwise may ask for more than there is; then nothing has come, and the clock stands still.
+There is one record at a time: `begin` takes it up, and all that the core reads until the next `begin` comes
+from it. A core that decides differently may read more often than the recorded core did. Then it gets no
+results, reports or guesses, and the clock stands still.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ PlanHook = Callable[[ScheduledBatch], None]
 
 
 class PlansDifferError(Exception):
-    """A plan is not the recorded one.
+    """A plan of the replayed core differs from the recorded plan.
 
     Args:
-        recorded: None: none was recorded.
-        made: None: none was made.
+        recorded: the recorded plan; None: the record has no further plan.
+        made: the plan of the replayed core; None: the core made no further plan.
     """
 
     def __init__(self, recorded: ScheduledBatch | None, made: ScheduledBatch | None) -> None:
@@ -37,10 +38,10 @@ class RecordedAnswers:
     """Answers a core, and compares its plans.
 
     Args:
-        on_plan: called with each plan that equals the recorded one, when it is made.
+        on_plan: called with each plan that the core submits, once it is found equal to the recorded one.
 
     Attributes:
-        num_plans: plans that were equal.
+        num_plans: number of plans that were equal.
     """
 
     def __init__(self, on_plan: PlanHook) -> None:
@@ -63,24 +64,29 @@ class RecordedAnswers:
         self._wants, self._news = deque(record.wants), deque(record.news)
 
     def end(self) -> None:
-        """End the call of the record. Raises `PlansDifferError` if it has made fewer plans."""
+        """End the call of the record. Raises `PlansDifferError` if a recorded plan was not made."""
         if self._plans:
             raise PlansDifferError(self._plans[0], None)
 
     def read_clock(self) -> float:
-        """Return the next reading."""
+        """Return the next recorded reading of the clock; if there is none, the last one again."""
         self._now = next(self._times, self._now)
         return self._now
 
     def poll(self) -> list[StepResult]:
-        """Return the next results, or raise the error that was raised in their place."""
+        """Return the results of the next recorded poll, or raise the error that it raised."""
         results = self._polls.popleft() if self._polls else []
         if isinstance(results, ErrorInfo):
             raise error_from_info(results)
         return results
 
     def submit(self, plan: ScheduledBatch) -> None:
-        """Compare a plan with the recorded one. Raises `PlansDifferError`, or the error raised then."""
+        """Compare a plan with the next recorded one.
+
+        Raises:
+            PlansDifferError: the plans differ, or none is left.
+            PenstockError: the recorded plan could not be submitted, for this reason.
+        """
         made = without_tokens(plan)
         recorded = self._plans.popleft() if self._plans else None
         if made != recorded:
@@ -93,32 +99,32 @@ class RecordedAnswers:
             raise error_from_info(error)
 
     def grammars(self) -> list[BuiltGrammar]:
-        """Return the reports that the next look for grammars has found."""
+        """Return the outcomes that the next recorded look for grammars found."""
         self._num_looks += 1
         return self._grammars.get(self._num_looks - 1, [])
 
     def spans(self) -> list[StageSpans]:
-        """Return the reports that the next look at them has found for the first time."""
+        """Return the reports of timed work that were new at the next recorded look for them."""
         return self._spans.popleft() if self._spans else []
 
     def stage_times(self) -> list[StageTimes]:
-        """Return the times that the next look at the stages' times has found."""
+        """Return the reports that the next recorded look at the stages' times found."""
         return self._stage_times.popleft() if self._stage_times else []
 
     def draft(self) -> Draft:
-        """Return the drafter's next guess."""
+        """Return the drafter's next recorded guess. Raises `RuntimeError` if the drafter failed there."""
         return _draft(self._drafts)
 
     def guided(self) -> Draft:
-        """Return the next guess of the guides."""
+        """Return the next recorded guess of the guides."""
         return _draft(self._guided)
 
     def wanted(self) -> int | None:
-        """Return how many tokens the drafter wants next of the last stage."""
+        """Return the drafter's next recorded answer to how many tokens the last stage is to guess."""
         return self._wants.popleft() if self._wants else None
 
     def news(self) -> Collection[int]:
-        """Return the requests that the next look at the drafter has found."""
+        """Return the requests for which the next recorded poll of the drafter found more guesses."""
         return self._news.popleft() if self._news else ()
 
 

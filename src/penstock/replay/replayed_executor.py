@@ -1,4 +1,4 @@
-"""An executor without ranks, with the answers that were recorded."""
+"""An executor without ranks: it gives a replayed core the answers that were recorded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ from penstock.replay.recorded_answers import RecordedAnswers
 
 
 class ReplayedReports:
-    """The recorded reports of one epoch; those of spans are kept as long as with real ranks."""
+    """The recorded reports of one epoch.
+
+    Reports of timed work are returned for as long as with real ranks: a record has each of them only once.
+
+    Args:
+        answers: the answers of the record that is being replayed.
+    """
 
     def __init__(self, answers: RecordedAnswers) -> None:
         self._answers = answers
@@ -45,19 +51,19 @@ class ReplayedReports:
         return self._answers.grammars()
 
     def rank_spans(self, seen: Container[SpansKey]) -> list[StageSpans]:
-        """Return nothing: a replay has no onlookers."""
+        """Return nothing: only the live views of an engine read them."""
         return []
 
     def finished_orders(self) -> list[OrderResult]:
-        """Return nothing: there was not a store."""
+        """Return nothing: a recorded engine has no KV store."""
         return []
 
     def store_use(self) -> StoreUse:
-        """Return the use of no store: there was none."""
+        """Return `NO_STORE_USE`: a recorded engine has no KV store."""
         return NO_STORE_USE
 
     def entry_answers(self) -> list[EntryAnswers]:
-        """Return nothing: there was not a store."""
+        """Return nothing: a recorded engine has no KV store."""
         return []
 
 
@@ -65,7 +71,7 @@ class ReplayedExecutor:
     """The executor of a core that is replayed.
 
     Args:
-        answers: answers of the record that is replayed now.
+        answers: the answers of the record that is being replayed.
     """
 
     def __init__(self, answers: RecordedAnswers) -> None:
@@ -73,7 +79,7 @@ class ReplayedExecutor:
         self.reports = ReplayedReports(answers)
 
     def submit_plan(self, plan: ScheduledBatch) -> int:
-        """Compare the plan, and return 0: plans have no digest here."""
+        """Compare the plan with the recorded one, and return 0 as its digest: recorded plans have none."""
         self._answers.submit(plan)
         return 0
 
@@ -88,7 +94,7 @@ class ReplayedExecutor:
         raise AssertionError("ranks that are replayed are there from the beginning")
 
     def call_store(self, rank: int, call: EntryCall) -> bool:
-        """Refuse the call: there was not a store."""
+        """Refuse the call: a recorded engine has no KV store."""
         return False
 
     def exchange_link(self, order: LinkOrder) -> None:

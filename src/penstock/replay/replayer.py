@@ -1,10 +1,10 @@
-"""Replays a file of decisions: the engine's own core and scheduler, fed with what was recorded.
+"""Replays a file of decisions: the engine's core and scheduler read the recording, and plans are compared.
 
     first pass      which sampled tokens have ended their requests; whether the file is whole
     second pass     record ──▶ the same call of a core without ranks ──▶ plans, compared one by one
 
-No model, no rank and no clock is needed. The first plan that differs ends the replay: what follows it would
-follow from other plans than those that were run.
+No model, no rank and no clock is needed. The replay ends with the first plan that differs: the results in the
+rest of the file are those of the recorded plans, and do not fit other ones.
 """
 
 from __future__ import annotations
@@ -35,28 +35,32 @@ from penstock.request import Follower, GenerationRequest
 from penstock.scheduler.scheduler import Scheduler
 from penstock.speculation.grammar_guides import NO_GUIDES
 
-_TICKET = (b"", 0)
+_TICKET = (b"", 0)  # of operations: no client waits for their results
 _MEASUREMENT = "it is a measurement at the start, with artificial rows and tokens"
 
 Stops = Mapping[str, set[int]]
 
 
 class _ReachedError(Exception):
-    """Raised when the step is made up to which the replay was wanted."""
+    """Raised when the plan of the step is made with which the replay is to end."""
 
 
 class _AdmissionDiffersError(Exception):
-    """A request was refused once and taken in the other time; the message says which, and why."""
+    """A request was refused when recorded and is admitted now, or the other way round.
+
+    The message names the request, or has the error with which it is refused now.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDifference:
-    """The first plan that is not the recorded one.
+    """The first difference between the recording and the replay.
 
     Attributes:
-        step: number of the recorded plan, or of the one made where none was recorded.
-        recorded, made: None: none was recorded, or none was made.
-        admission: a request was taken in once and refused the other time, before that step; empty: no.
+        step: number of the first plan that differs; if an admission differs, the next plan's number.
+        recorded, made: the recorded plan, and the plan of the replay; None: there is no such plan.
+        admission: a sentence about a request that was refused when recorded and is admitted now, or the other
+            way round; empty: a plan differs.
     """
 
     step: int
@@ -76,11 +80,14 @@ class Replay:
     """The result of a replay.
 
     Attributes:
-        num_plans: plans that were made and are equal.
-        num_requests: requests that came until then.
-        is_whole: the engine had ended at the end of the file; else it was killed, or is running.
-        is_partial: the replay ended at the step that was asked for.
-        explanation: sentences about the plan that was asked for; None: the file has no such step.
+        num_plans: number of plans that were made and are equal to the recorded ones.
+        num_requests: number of requests, followers counted, that had come when the replay ended.
+        is_whole: the file ends with the end of the engine. If not, the engine was killed or still runs, or
+            the recording was stopped.
+        is_partial: the replay ended at the step `until`.
+        difference: the first difference; None: there is none.
+        explanation: sentences about the plan of the step `explain`; None: that plan was not made, or no step
+            was given.
     """
 
     num_plans: int
@@ -95,8 +102,9 @@ class Replayer:
     """One replay of a file.
 
     Args:
-        until: the step after which it ends; None: with the file.
-        explain: the step whose plan is explained; None: none is.
+        path: path of the file.
+        until: the step with whose plan the replay ends; None: it ends with the file.
+        explain: the step whose plan is explained; None: no plan is explained.
     """
 
     def __init__(self, path: Path, *, until: int | None = None, explain: int | None = None) -> None:
@@ -114,7 +122,8 @@ class Replayer:
         """Replay the file.
 
         Raises:
-            DecisionLogError: the file cannot be read, or is not a file of decisions.
+            DecisionLogError: the file cannot be read, is not a file of decisions, or cannot be replayed by
+                this version.
         """
         stops, difference, is_partial = self._find_stops(), None, False
         try:
@@ -137,7 +146,11 @@ class Replayer:
         )
 
     def _find_stops(self) -> Stops:
-        """Return which aliases end which request: a request names them before it gets them."""
+        """Return, for each request, the aliases of the tokens that ended it.
+
+        They must be known before the replay begins: a request that is added lists its stop tokens, but the
+        recording has them only with the results.
+        """
         stops: dict[str, set[int]] = defaultdict(set)
         num_records = 0
         for record in self._file.records():
@@ -227,7 +240,10 @@ class Replayer:
 
 
 def _replayed_config(config: CoreConfig) -> CoreConfig:
-    """Return the config for aliases of tokens: they end nothing by themselves, and may be any number."""
+    """Return the config for a core that gets aliases in place of tokens.
+
+    Its vocabulary has all numbers that an alias can have, and no end-of-sequence ids.
+    """
     return msgspec.structs.replace(config, vocab_size=MAX_VOCAB_SIZE, eos_token_ids=[])
 
 
