@@ -1,4 +1,4 @@
-"""A drafter whose guesses are right with a given chance: it shows what speculation would bring."""
+"""A drafter for simulations, whose guesses are right with a given chance, to see what drafts would bring."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from penstock.speculation.drafter import Draft, LocalDrafter, Question
 
 
 class AcceptedDrafts(LocalDrafter):
-    """Guesses the tokens that `simulator.sampled` yields.
+    """Guesses tokens with a given chance: the one that `simulator.sampled` samples, or another one.
 
     Args:
-        chance: that a guess is right if all before it were; it claims just that.
-        seed: each position of each request has dice of its own.
+        chance: the chance that a guess is right, if all guesses before it are. The drafts state this chance.
+        seed: seed of the random numbers. Whether a guess is right follows from the seed, the request and the
+            position alone.
     """
 
     name = "simulated"
@@ -27,7 +28,7 @@ class AcceptedDrafts(LocalDrafter):
         return Draft([self._guess(question.request, position) for position in positions], self._chance)
 
     def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
-        """Do nothing: the chance is known."""
+        """Do nothing: the chance is given, and need not be learnt."""
 
     def forget(self, request: int) -> None:
         """Do nothing: nothing is kept of a request."""

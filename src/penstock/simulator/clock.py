@@ -1,13 +1,13 @@
-"""The clock of a simulation: it goes on when nothing can happen before."""
+"""The clock of a simulation, which jumps to the time of the next event."""
 
 from __future__ import annotations
 
 
 class SimulatedClock:
-    """The clock of a run, in seconds since its start.
+    """The clock of a run, in seconds.
 
     Attributes:
-        now: moved by `simulator.simulation` alone.
+        now: the time, from 0 on; only `simulator.simulation` sets it.
     """
 
     def __init__(self) -> None:

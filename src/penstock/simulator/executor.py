@@ -1,7 +1,7 @@
-"""The core's side of stages that do not exist: plans go into a flow, results come when the clock says so.
+"""An executor without ranks: plans pass a simulated flow, and results come when the simulated clock says so.
 
-`engine.core.core` drives it as it drives ranks. What stages report of their times is made of the flow, so
-that the engine measures simulated wires as it measures real ones.
+`engine.core.core` calls it as it calls the executor of real ranks. The reports of the stages' times are made
+from the flow, so that the engine measures simulated links as it measures real ones.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ from penstock.simulator.pipe import SimulatedPipe
 from penstock.simulator.sampled import SampledRows
 from penstock.trace.phases import Phase
 
-_MAX_UNQUEUED = 16  # plans that met no other, whose times are reported
+_MAX_UNQUEUED = 16  # most plans whose times are reported: the newest that were alone in the pipe
 
 
 def no_record(plan: ScheduledBatch) -> int:
-    """Return 0 for any plan: plans are not kept, and have no digest."""
+    """Return 0 as the digest of any plan, and keep nothing."""
     return 0
 
 
 class SimulatedExecutor:
-    """Runs plans in a flow.
+    """The executor of one epoch, whose stages are simulated.
 
     Args:
-        flow: flow through the same pipe; outlives the epoch.
-        clock: of the simulation.
-        is_alone: whether the plan that is sent is the only micro-batch.
-        record: takes every plan, and returns the digest of its result.
+        pipeline: the pipe.
+        flow: computes when plans pass this pipe; it goes on in the next epoch.
+        clock: the clock of the simulation.
+        is_alone: returns whether the plan that is sent is the only micro-batch.
+        record: called with every plan; returns the plan's digest, which its result has too.
     """
 
     def __init__(
@@ -65,17 +66,17 @@ class SimulatedExecutor:
         self._return_wire = pipeline.return_wire
         self._sampled = SampledRows()
         self._results: deque[tuple[float, StepResult]] = deque()  # when each is at the core
-        self._samples: deque[tuple[int, float]] = deque()  # by step: when they are at the first stage
-        self._samples_at = -math.inf  # those of the newest step that is consumed
+        self._samples: deque[tuple[int, float]] = deque()  # (step, when its samples are at the first stage)
+        self._samples_at = -math.inf  # when the samples of the newest consumed step were there
         self.reports = SimulatedReports(pipeline.num_stages, flow)
 
     @property
     def next_at(self) -> float:
-        """The clock time of the next result; infinite if there is none."""
+        """The clock time at which the next result is due; infinite if no plan is in flight."""
         return self._results[0][0] if self._results else math.inf
 
     def submit_plan(self, plan: ScheduledBatch) -> int:
-        """Send a plan through the simulated stages, and keep its result until the clock reaches its time."""
+        """Send a plan through the simulated stages, and keep its result until it is due."""
         digest, now = self._record(plan), self._clock()
         shape = StepShape.of(plan)
         has_company = bool(self._results)
@@ -109,7 +110,7 @@ class SimulatedExecutor:
         return taken
 
     def abandon(self) -> None:
-        """Drop what is in flight, since a stage is lost."""
+        """Drop the plans in flight, since a stage is lost."""
         self._flow.give_up(self._clock())
         self._results.clear()
 
@@ -132,14 +133,14 @@ class SimulatedExecutor:
         """Do nothing: there are no processes."""
 
     def _consumed(self, step: int) -> float:
-        """Return when all samples up to this step's are at the first stage."""
+        """Return when the first stage has the samples of all steps up to this one."""
         while self._samples and self._samples[0][0] <= step:
             self._samples_at = self._samples.popleft()[1]
         return self._samples_at
 
 
 class SimulatedReports:
-    """The reports of simulated stages beside results: how long they computed."""
+    """The reports of simulated stages: the seconds for which they computed. All other reports are empty."""
 
     def __init__(self, num_stages: int, flow: PlanFlow) -> None:
         self._num_stages = num_stages
@@ -147,7 +148,11 @@ class SimulatedReports:
         self._unqueued: deque[tuple[int, int, Floats]] = deque(maxlen=_MAX_UNQUEUED)
 
     def keep(self, step: int, num_tokens: int, works: Floats) -> None:
-        """Keep the times of the stages for a plan that meets no other."""
+        """Keep the times of the stages for a plan that met no other plan in the pipe.
+
+        Args:
+            works: seconds that each stage computes the plan.
+        """
         self._unqueued.append((step, num_tokens, works))
 
     def stage_times(self) -> list[StageTimes]:
@@ -166,7 +171,7 @@ class SimulatedReports:
         ]
 
     def spans(self) -> list[StageSpans]:
-        """Return each stage's time as one span, for the plans that met no other."""
+        """Return, for each stage, one span of computing for each plan that was kept."""
         steps = [(index, step, tokens) for index, (step, tokens, _) in enumerate(self._unqueued)]
         return [
             StageSpans(
@@ -180,7 +185,7 @@ class SimulatedReports:
         ]
 
     def rank_spans(self, seen: Container[SpansKey]) -> list[StageSpans]:
-        return []  # nobody looks on
+        return []  # only the live views of an engine read them
 
     def finished_orders(self) -> list[OrderResult]:
         return []
@@ -196,7 +201,10 @@ class SimulatedReports:
 
 
 def _cause(plan: ScheduledBatch) -> Phase:
-    """Return why stages wait for the plan, if they do (`pipeline.stage` says the same of real ones)."""
+    """Return the phase of stages that have to wait for the plan, as `pipeline.stage` has it for real ones.
+
+    On the last stage `WAIT_PLAN` takes the place of `WAIT_NEXT`; `simulator.flow` sees to that.
+    """
     if plan.meta.starved:
         return Phase.NO_WORK
     return Phase.WAIT_NEXT if plan.meta.held else Phase.WAIT_PLAN

@@ -1,14 +1,15 @@
-"""The times at which stages compute plans: one scan over the stages, for every plan that is sent.
+"""Computes when stages compute plans, by one scan over the stages for every plan that is sent.
 
-    starts at stage s  =  max(end at stage s - 1 + wire,  end of the plan before at stage s)
+    start at stage s  =  max(end at stage s - 1 + wire,  end of the plan before at stage s)
 
-This is a product in the algebra of maximum and plus: with `c` the time from the first stage to each other one
-where nothing waits, the starts are `c + running maximum of (free - c)`. So a plan through a thousand stages
-is a handful of array operations. A wire that a plan occupies is one more place in the line.
+In the algebra of maximum and plus this is a product: if `c` is the time that the plan takes to each stage
+when nothing waits, the starts are `c + running maximum of (free - c)`. So a plan through a thousand stages
+costs a handful of array operations. The plan passes *places* one after the other: the stages, and between
+them the wires, if hidden states occupy these for some time.
 
-The time between two plans, and its causes, are added up in batches (`trace.phases` names the causes). A stage
-waits for the plan, then, but for the last stage, for the samples that the plan consumes, then for the stage
-before.
+For the time between two plans a stage waits. It waits first for the plan, then for the samples that the plan
+consumes (the last of several stages does not), then for the stage before. These causes (`trace.phases`) are
+added up for many plans at once.
 """
 
 from __future__ import annotations
@@ -28,20 +29,23 @@ from penstock.trace.phases import Phase
 
 Floats = NDArray[np.float64]
 
-_AT_ONCE = 64  # trips that are added up together
-_FEW = 12  # different places, up to which each is asked for itself
+_AT_ONCE = 64  # trips whose times are added up together
+_FEW = 12  # from so many different places on, the times of all are computed together
 
 
 class Trip(NamedTuple):
-    """A plan on its way. Arrays run over the places in the line: stages, and wires that plans occupy.
+    """The times of one plan on its way through the places; arrays have one entry for each place.
 
     Attributes:
+        num_tokens: tokens of the plan.
         free: when the plan before had left each place.
-        starts, works: when each place begins with this one, and the seconds for which it is there.
-        comes_at: when the plan is at the stages.
-        samples_at: when the samples that it consumes are at the first stage.
-        cause: of a wait for the plan, at all stages but the last.
-        ends_at: when the last stage is done.
+        starts: when this plan begins at each place.
+        works: seconds for which it is at each place.
+        comes_at: when the stages have the plan.
+        samples_at: when the first stage has the samples that the plan consumes.
+        cause: why stages waited for the plan, if they did. On the last stage `WAIT_PLAN` stands for
+            `WAIT_NEXT`, since no stage comes after it.
+        ends_at: when the last stage has computed it.
     """
 
     step: int
@@ -57,12 +61,13 @@ class Trip(NamedTuple):
 
 @dataclass(slots=True)
 class StageLedger:
-    """The account of the time of the stages, in seconds, by stage.
+    """What the stages did with their time; each array has seconds by stage.
 
     Attributes:
-        causes: [phases, stages] of `trace.phases.BUBBLES`.
-        lost: between a loss and the epoch after it.
-        num_steps: plans with tokens.
+        busy, overhead: computing, and the overhead of each step.
+        causes: [phases, stages] waiting, by its cause, which is one of `trace.phases.BUBBLES`.
+        lost: between the loss of a stage and the next epoch.
+        num_steps: number of plans with tokens.
     """
 
     busy: Floats
@@ -81,9 +86,10 @@ class PlanFlow:
     """Lets plans pass a pipe, in the order in which they are sent.
 
     Args:
-        began_at: clock seconds at which the stages are there.
-        seed: of the jitter.
-        max_kept: trips that are kept for a timeline; later ones are not.
+        pipeline: the pipe.
+        began_at: clock time from which on the stages can compute.
+        seed: seed of the random jitter.
+        max_kept: number of trips that are kept for a timeline, the first ones of the run.
     """
 
     def __init__(self, pipeline: SimulatedPipe, *, began_at: float, seed: int = 0, max_kept: int = 0) -> None:
@@ -100,14 +106,14 @@ class PlanFlow:
         self._plan_s = pipeline.plan_s
         self._free = np.full(len(self._delays), began_at)
         self._in_flight: deque[Trip] = deque()
-        self._arrived: list[Trip] = []  # and not added up
+        self._arrived: list[Trip] = []  # trips that have ended and are not added up yet
         self._max_kept = max_kept
         self._kept: list[Trip] = []
         self._ledger = _new_ledger(pipeline.num_stages)
         self._wire_busy = np.zeros(len(self._delays))
 
     def begin(self, now: float) -> None:
-        """Forget all that was before, as the run begins. Nothing is in flight."""
+        """Forget all times so far, since the run begins now. No plan may be in flight."""
         self._add_up()
         self._kept.clear()
         self._ledger = _new_ledger(len(self._ledger.busy))
@@ -117,15 +123,17 @@ class PlanFlow:
     def send(
         self, step: int, shape: StepShape, now: float, *, samples_at: float, alone: bool, cause: Phase
     ) -> float:
-        """Send a plan behind all that were sent before.
+        """Send a plan behind all plans that were sent before.
 
         Args:
-            samples_at: when the samples that it consumes are at the first stage.
-            alone: only one stage at a time computes.
-            cause: why stages had to wait for the plan, if they had.
+            shape: the size of the plan.
+            now: clock time at which the core sends it.
+            samples_at: when the first stage has the samples that the plan consumes.
+            alone: only one stage computes at a time, so that the times `SimulatedPipe.alone` hold.
+            cause: why stages had to wait for the plan, if they had to.
 
         Returns:
-            When the last stage is done with it.
+            When the last stage has computed the plan.
         """
         works = (self._alone if alone else self._shared).seconds(shape)
         comes_at = now + self._plan_s
@@ -145,38 +153,38 @@ class PlanFlow:
         return ends_at
 
     def arrived(self) -> None:
-        """Note that the oldest plan in flight has left the last stage."""
+        """Note that the core has the result of the oldest plan in flight."""
         self._arrived.append(self._in_flight.popleft())
         if len(self._arrived) >= _AT_ONCE:
             self._add_up()
 
     def newest_works(self) -> Floats:
-        """Return the seconds of each stage for the plan that was sent last."""
+        """Return the seconds for which each stage computes the plan that was sent last."""
         return self._in_flight[-1].works[self._stage_places]
 
     def jitter(self, wire: Wire) -> float:
-        """Return the seconds by which a message on this wire is late."""
+        """Return the seconds by which the next message on this wire is late, at random."""
         return wire.jitter_s * float(self._random.random()) if wire.jitter_s else 0.0
 
     def busy_seconds(self) -> tuple[int, Floats]:
-        """Return the steps that have arrived, and the seconds that each stage has computed for them."""
+        """Return how many steps' results have arrived, and for how long each stage computed these steps."""
         self._add_up()
         return self._ledger.num_steps, self._ledger.busy
 
     def give_up(self, now: float) -> None:
-        """Give up what is in flight, as a stage is lost now: it has come as far as it had."""
+        """Give up the plans in flight, since a stage is lost now; the time that they took so far counts."""
         self._arrived += [_cut(trip, now) for trip in self._in_flight]
         self._in_flight.clear()
         self._add_up()
         self._free = np.minimum(self._free, now)
 
     def resume(self, now: float) -> None:
-        """Go on with stages that are there again, and empty."""
+        """Go on, since all stages are there again and no plan is in flight."""
         self._ledger.lost += now - self._free[self._stage_places]
         self._free = np.full_like(self._free, now)
 
     def ledger(self, now: float) -> StageLedger:
-        """Return where the time has gone, up to now; nothing is in flight."""
+        """Return what the stages did with their time up to now; plans in flight do not count."""
         self._add_up()
         idle = np.maximum(0.0, now - self._free[self._stage_places])
         causes = self._ledger.causes.copy()
@@ -185,23 +193,23 @@ class PlanFlow:
         return StageLedger(own.busy.copy(), own.overhead.copy(), causes, own.lost.copy(), own.num_steps)
 
     def kept(self) -> list[Trip]:
-        """Return the trips that were kept, as far as they went."""
+        """Return the trips that were kept; one that a loss cut off ends at the time of the loss."""
         self._add_up()
         return self._kept
 
     def wire_busy(self) -> list[float]:
-        """Return the seconds for which each wire was occupied; empty where none is."""
+        """Return the seconds for which each wire was occupied; empty if wires are not places."""
         self._add_up()
         return self._wire_busy[1::2].tolist() if self._has_wire_places else []
 
     @property
     def stage_places(self) -> slice:
-        """The places in the line that are stages."""
+        """The places that are stages."""
         return self._stage_places
 
     @property
     def overhead(self) -> Floats:
-        """The overhead of each stage for every step."""
+        """The seconds of overhead that every step has on each stage."""
         return self._shared.overhead[self._stage_places]
 
     def _line(self, stages: Sequence[StageTimes], wires: Sequence[Wire]) -> list[StageTimes]:
@@ -214,7 +222,7 @@ class PlanFlow:
         return line
 
     def _spread(self, by_stage: Sequence[float]) -> Floats:
-        """Return what stands before each stage as what stands before each place: nothing before a wire."""
+        """Return numbers by stage as numbers by place, with 0 for each wire."""
         if not self._has_wire_places:
             return np.array(by_stage)
         spread = np.zeros(2 * len(by_stage) - 1)
@@ -222,7 +230,7 @@ class PlanFlow:
         return spread
 
     def _waits(self) -> Floats:
-        """Return the waits of this plan, between each place and the one before it."""
+        """Return the seconds that a plan takes from each place to the next, with this plan's jitter."""
         if self._jitters is None:
             return self._delays
         late: Floats = self._delays + self._random.random(len(self._delays)) * self._jitters
@@ -262,38 +270,39 @@ class PlanFlow:
 def split_wait(
     free: Floats, starts: Floats, comes_at: Floats, samples_at: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """Return what stages waited for the plan, for samples, and for the stage before.
+    """Return the seconds that stages waited for the plan, for samples, and for the stage before.
 
     Args:
-        free: [plans, stages] when the plan before had left.
-        starts: [plans, stages].
-        comes_at, samples_at: [plans, 1].
+        free: [plans, stages] when the plan before had left the stage.
+        starts: [plans, stages] when the stage began with the plan.
+        comes_at, samples_at: [plans, 1] as in `Trip`.
     """
     whole = np.maximum(starts - free, 0.0)
     for_plan = np.minimum(np.maximum(comes_at - free, 0.0), whole)
     left = whole - for_plan
     for_samples = np.minimum(np.maximum(samples_at - free - for_plan, 0.0), left)
     if free.shape[1] > 1:
-        for_samples[:, -1] = 0.0  # the last stage has sampled them itself
+        for_samples[:, -1] = 0.0  # the last stage samples the tokens itself
     for_tensors = left - for_samples
     for_tensors[:, 0] = 0.0  # what is left there is rounding
     return for_plan, for_samples, for_tensors
 
 
 def _cut(trip: Trip, now: float) -> Trip:
-    """Return the trip as far as it was then."""
+    """Return the part of a trip up to a time; places that it had not reached are left with no work."""
     ends = np.minimum(trip.starts + trip.works, now)
     starts = np.minimum(trip.starts, now)
     return trip._replace(free=np.minimum(trip.free, now), starts=starts, works=ends - starts)
 
 
 class _PlaceTimes:
-    """The times of all places in the line.
+    """The times of all places.
 
-    Places whose times are alike are asked once; many unlike ones of the form `StageCost` all together.
+    Places with equal times are computed once. If there are many different times, and all are `StageCost`s,
+    all are computed together.
 
     Attributes:
-        overhead: [places] seconds of each step.
+        overhead: [places] seconds of overhead that each step has.
     """
 
     def __init__(self, times: Sequence[StageTimes]) -> None:
@@ -306,7 +315,7 @@ class _PlaceTimes:
         self.overhead: Floats = overheads[self._numbers]
 
     def seconds(self, shape: StepShape) -> Floats:
-        """Return the seconds of a plan in each place. One without tokens is passed on."""
+        """Return the seconds that a plan takes at each place; one without tokens takes only the overhead."""
         if not shape.tokens:
             return self.overhead
         if self._costs is None:
@@ -323,7 +332,11 @@ def _columns(costs: Sequence[StageCost]) -> dict[str, Floats]:
 
 
 def _all_seconds(costs: dict[str, Floats], shape: StepShape) -> Floats:
-    """Return `StageCost.seconds` of all at once."""
+    """Return `StageCost.seconds` of many costs at once.
+
+    Args:
+        costs: by the name of each coefficient, its values.
+    """
     seconds: Floats = np.maximum(costs["read"], costs["per_token"] * shape.tokens)
     seconds += costs["overhead"]
     seconds += costs["per_attended"] * shape.attended

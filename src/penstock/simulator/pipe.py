@@ -2,8 +2,8 @@
 
     core ──plan_s──▶ stage 0 ──wire──▶ stage 1 ──wire──▶ … ──▶ stage P-1 ──return_wire──▶ core and stage 0
 
-`simulator.flow` lets plans pass it. Where the times come from is the caller's affair: measured stages, the
-figures of devices (`simulator.planned_pipe`), or a test.
+`simulator.flow` computes when plans pass the pipe. The caller provides the times, such as those of measured
+stages, or those that follow from the figures of devices (`simulator.planned_pipe`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from penstock.layouts.stage_times import StageTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """A way from one stage to the next, or from the last one back.
+    """The connection from one stage to the next, or from the last stage back to the first.
 
     Attributes:
-        latency_s: of every message; any number of them are on the way at once.
-        per_token_s: for which the hidden states of a token occupy the wire, one plan after the other.
-        jitter_s: by which a message is late at most; each time another part of it. Messages keep their order.
+        latency_s: seconds that every message takes; any number of messages may be under way at once.
+        per_token_s: seconds for which the hidden states of one token occupy the wire. The next plan's hidden
+            states wait until the wire is free.
+        jitter_s: the most seconds by which a message is late; how late each one is, is random. Messages keep
+            their order.
     """
 
     latency_s: float = 0.0
@@ -34,18 +36,20 @@ NO_WIRE = Wire()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedPipe:
-    """One pipeline.
+    """One simulated pipeline.
 
     Attributes:
-        stages: times of each stage while others compute too.
-        alone: the same while no other stage computes; empty: as with others.
-        wires: [P - 1] from each stage to the next; empty: there are none that take time.
-        return_wire: of samples, to the core and to the first stage.
-        plan_s: from the core to the stages.
-        num_links: wires between hosts; what they take the engine measures, and sends more plans.
-        num_blocks: of the KV cache, on each stage.
-        has_known_costs: ranks compute the same numbers however plans are cut, so that the engine cuts them by
-            time (`scheduler.pacing`); else it cuts by plain rules, as it does on GPUs.
+        stages: times of each stage while other stages compute too.
+        alone: times of each stage while no other stage computes; empty: they equal `stages`.
+        wires: [P - 1] the wire from each stage to the next; empty: they take no time.
+        return_wire: the wire of the samples, to the core and to the first stage.
+        plan_s: seconds that a plan takes from the core to the stages.
+        num_links: number of wires between hosts. If there are any, the engine measures how long plans are on
+            them, and sends more plans.
+        num_blocks: number of KV blocks of each stage.
+        has_known_costs: the engine knows the costs of its stages, and sizes plans by time
+            (`scheduler.pacing`), as it may where results do not depend on how plans are cut. If false, it
+            sizes plans by plain rules, as on GPUs.
     """
 
     stages: Sequence[StageTimes]
@@ -77,12 +81,13 @@ class SimulatedPipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLoss:
-    """A stage that is lost.
+    """The loss of a stage.
 
     Attributes:
-        stage, replica: which one it is.
-        at_s: after the start of the run.
-        away_s: until another one is in its place, with its weights, and the next epoch begins.
+        stage, replica: number of the stage, and of its replica.
+        at_s: seconds from the start of the run to the loss.
+        away_s: seconds from the loss until another process has loaded the stage's weights and the next epoch
+            begins.
     """
 
     stage: int

@@ -1,4 +1,4 @@
-"""The simulated pipe of a layout: its stages' times, links and KV blocks as `penstock plan` reckons them.
+"""Makes the simulated pipe of a layout, with the times, links and KV blocks that `penstock plan` estimates.
 
 devices, model, --pp, --tp, --dp ──layouts──▶ stages on devices, split of layers ──▶ `SimulatedPipe`
 """
@@ -16,11 +16,11 @@ from penstock.layouts.prediction import Load, carried_bytes
 from penstock.layouts.stage_times import StageTimes
 from penstock.simulator.pipe import SimulatedPipe, Wire
 
-_TOKEN_BYTES = 64  # of a sampled token on its way back
+_TOKEN_BYTES = 64  # of the message that brings samples back from the last stage
 
 
 def fixed_layout(devices: DeviceSet, *, pp: int, tp: int, dp: int, expert_parallel: bool) -> Layout:
-    """Return the layout of so many stages, on the devices in their order.
+    """Return the layout of `dp` replicas of `pp` stages with `tp` ranks each, on the devices in their order.
 
     Raises:
         UsageError: there are too few devices.
@@ -39,10 +39,10 @@ def fixed_layout(devices: DeviceSet, *, pp: int, tp: int, dp: int, expert_parall
 def planned_pipe(
     layout: Layout, sizes: ModelSizes, devices: DeviceSet, load: Load, *, jitter_s: float = 0.0
 ) -> SimulatedPipe:
-    """Return the pipe of one replica.
+    """Return the simulated pipe of one replica of a layout.
 
     Args:
-        jitter_s: of links between hosts.
+        jitter_s: `Wire.jitter_s` of the links between hosts.
 
     Raises:
         NotEnoughMemoryError: the model does not fit.
@@ -69,7 +69,7 @@ def planned_pipe(
 
 
 def _sites(devices: DeviceSet, tp: int) -> Iterator[StageSite]:
-    """Yield groups of `tp` devices that are alike, host by host."""
+    """Yield sites of `tp` alike devices of one host, host by host; left-over devices are not used."""
     for host in devices.hosts:
         own = list(host.devices)
         while own:

@@ -1,8 +1,8 @@
-"""One simulated pipeline with the engine's own core and scheduler over it.
+"""One simulated pipeline, with the engine's own core and scheduler.
 
-Nothing that decides is simulated: `Scheduler`, `EngineCore`, the depth of plans and the measuring of wires
-are those of `penstock serve`. Only the stages are not there (`simulator.executor`), and what they cost is
-known from the beginning instead of being learnt.
+Nothing that decides is simulated: `Scheduler`, `EngineCore`, the number of plans in flight and the measuring
+of links are those of `penstock serve`. Only the stages are simulated (`simulator.executor`). The costs of
+stages by which plans are sized are known from the beginning, or unknown as on GPUs; they are not learnt.
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ from penstock.simulator.executor import SimulatedExecutor, no_record
 from penstock.simulator.flow import PlanFlow
 from penstock.simulator.pipe import SimulatedPipe, StageLoss
 
-_LEARNT_TOKENS = (1, 2, 4, 8, 16, 32, 64, 256)  # of the steps that an engine learns costs from
-_LEARNT_CONTEXTS = (64, 512)
+_LEARNT_TOKENS = (1, 2, 4, 8, 16, 32, 64, 256)  # tokens of the steps from which costs are learnt
+_LEARNT_CONTEXTS = (64, 512)  # positions that each of these tokens attends to
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of the simulated engine, as those of `penstock serve`.
+    """The settings of the simulated engine.
+
+    `scheduler`, `cache` and `async_depth` are settings of `penstock serve`; the others are the simulator's.
 
     Attributes:
-        async_depth: plans issued ahead of those that fill the pipe.
-        acceptance: chance that a guessed token is right; 0: nothing is guessed.
+        async_depth: number of plans that wait ready at the first stage.
+        acceptance: the chance that a guessed token is right; 0: no tokens are guessed.
         most_drafts: most drafts of a row in one step.
-        seed: seed of the dice of links and drafts.
+        seed: seed of the jitter of links and of the guesses.
     """
 
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -55,10 +57,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KnownCosts(CostModel):
-    """The costs of stages, which need not be learnt.
+    """The costs of stages, given from the beginning and never learnt.
 
     Args:
-        shared, alone: costs of each stage, while others compute and while none does.
+        shared, alone: the costs of each stage, while other stages compute too, and while no other does.
     """
 
     def __init__(self, shared: Sequence[StageCost], alone: Sequence[StageCost]) -> None:
@@ -73,16 +75,18 @@ class KnownCosts(CostModel):
 
 
 class SimulatedReplica:
-    """A core over a simulated pipe.
+    """One replica: a core and its scheduler, over a simulated pipe.
 
     Args:
-        clock: of the simulation.
-        number: of the replica.
-        max_kept: plans whose times are kept for a timeline.
-        record: takes every plan, and returns its digest.
+        pipeline: the simulated pipe.
+        clock: the clock of the simulation.
+        number: number of the replica.
+        max_kept: number of plans whose times are kept for a timeline.
+        record: called with every plan; returns the plan's digest.
 
     Attributes:
-        core, flow, allocator, scheduler: of this replica.
+        core, scheduler, allocator: the engine's parts of this replica.
+        flow: computes when plans pass the pipe.
     """
 
     def __init__(
@@ -127,7 +131,7 @@ class SimulatedReplica:
 
     @property
     def next_at(self) -> float:
-        """The clock time at which the core has something to do."""
+        """The clock time at which the core next has something to do."""
         due = self.core.next_wakeup()
         return min(self._executor.next_at, due) if self.core.has_pipe else due
 
@@ -137,16 +141,16 @@ class SimulatedReplica:
         return self.core.steps_in_flight[1]
 
     def add(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises what `EngineCore.add_request` does."""
+        """Add a request to the core. Raises the errors of `EngineCore.add_request`."""
         self.core.add_request(request)
 
     def lose(self, loss: StageLoss) -> list[RequestUpdate]:
-        """Lose a stage: the epoch is over, as the real core would end it."""
+        """End the epoch because a stage is lost, as in a real engine; return updates of requests that end."""
         error = StageLostError(f"stage {loss.stage} is lost.", stage=loss.stage)
         return self.core.lose_epoch(error.info())
 
     def recover(self) -> None:
-        """Begin the next epoch, as all stages are there again."""
+        """Begin the next epoch, since all stages are there again."""
         self.flow.resume(self._clock())
         self._executor = self._new_executor()
         self.core.enter_epoch(self.core.epoch + 1, self._executor)
@@ -176,7 +180,7 @@ class SimulatedReplica:
 
 
 def _parallel(pipeline: SimulatedPipe, settings: EngineSettings) -> ParallelConfig:
-    """Return the settings as the supervisor resolves them: with room for plans on the wires between hosts."""
+    """Return the settings as the supervisor resolves them: with room for plans on the links between hosts."""
     parallel = ParallelConfig(pipeline_parallel_size=pipeline.num_stages, async_depth=settings.async_depth)
     if not pipeline.num_links:
         return parallel
@@ -185,14 +189,14 @@ def _parallel(pipeline: SimulatedPipe, settings: EngineSettings) -> ParallelConf
 
 
 def _known_costs(pipeline: SimulatedPipe) -> KnownCosts | None:
-    """Return what the engine knows of its stages, where it may size plans by it."""
+    """Return the costs by which the engine sizes plans by time; None: it sizes them by plain rules."""
     if not pipeline.has_known_costs:
         return None
     return KnownCosts(_learnt(pipeline.stages), _learnt(pipeline.stages_alone))
 
 
 def _learnt(stages: Sequence[StageTimes]) -> list[StageCost]:
-    """Return the costs that the engine would learn of each stage; stages that are alike share one."""
+    """Return the costs that the engine would learn of each stage; stages with equal times share one cost."""
     costs = {times: _learnt_cost(times) for times in dict.fromkeys(stages)}
     return [costs[times] for times in stages]
 

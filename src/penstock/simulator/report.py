@@ -1,7 +1,7 @@
-"""The report of a simulated run: rates, latencies, and the use of the time of each stage.
+"""The report of a simulated run: rates, latencies, and what each stage did with its time.
 
-The JSON object of `penstock simulate --json` is `as_json`; `lines` are what a person reads. Names are those
-of `penstock bench serve` where the meaning is the same.
+`as_json` makes the JSON object of `penstock simulate --json`, and `lines` makes the text of it. Numbers that
+`penstock bench serve` has too have the same names there.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from penstock.workloads.summaries import summary
 
 PERCENTS = (50, 90, 99)
 
-_MAX_ROWS = 16  # of stages that are shown one by one
+_MAX_ROWS = 16  # if there are more stages, only the first and last of them are shown
 _LATENCIES = {"ttft": "first token", "tpot": "time per token", "e2el": "whole request"}
 
 
 def as_json(run: FinishedRun) -> dict[str, Any]:
-    """Return all numbers of a run; shares are of the run's duration.
+    """Return all numbers of a run.
 
-    Times are seconds, or milliseconds where the name says so.
+    Times are in seconds; those whose name ends with `_ms` are in milliseconds. Shares of time are shares of
+    the run's duration.
     """
     seconds = max(run.ended_s - run.began_s, 1e-12)
     done = [account for account in run.accounts if account.is_done]
@@ -55,7 +56,10 @@ def as_json(run: FinishedRun) -> dict[str, Any]:
 
 
 def latencies_s(accounts: Sequence[RequestAccount]) -> dict[str, list[float]]:
-    """Return samples in seconds by the short name of the measure, as `penstock bench` has them."""
+    """Return samples in seconds by the short names that `penstock bench` uses.
+
+    `ttft` is the time to the first token, `tpot` the time per token after it, `e2el` the whole request's.
+    """
     return {
         "ttft": [account.first_token_s - account.sent_s for account in accounts if account.num_tokens],
         "tpot": [
@@ -71,7 +75,7 @@ def lines(numbers: dict[str, Any]) -> list[str]:
     """Return the report as lines of text.
 
     Args:
-        numbers: those of `as_json`.
+        numbers: the object that `as_json` returned.
     """
     shown = [
         f"{numbers['completed']} requests in {numbers['duration']:.2f} s of simulated time"
@@ -140,7 +144,7 @@ def _replica(run: FinishedRun, number: int, seconds: float) -> dict[str, Any]:
 
 
 def _stages(replica: SimulatedReplica, run: FinishedRun, seconds: float) -> list[dict[str, Any]]:
-    """Return for each stage its shares of the run's duration."""
+    """Return, for each stage, the shares of the run's duration that it was busy, waited, or was lost."""
     ledger = replica.flow.ledger(run.ended_s)
     causes = {phase.name.lower(): (ledger.causes[phase] / seconds).tolist() for phase in BUBBLES}
     busy, overhead, lost = (
@@ -164,7 +168,7 @@ def _errors(accounts: Sequence[RequestAccount]) -> Counter[str]:
 
 
 def _token_counts(accounts: Sequence[RequestAccount]) -> tuple[list[int], list[int]]:
-    """Return the numbers of prompt and of output tokens."""
+    """Return the number of prompt tokens of each request, and the number of its output tokens."""
     return [account.prompt_len for account in accounts], [account.num_tokens for account in accounts]
 
 

@@ -1,9 +1,9 @@
 """The samples of the last stage of a simulated pipe: always the same token.
 
-So guesses are right or wrong as a drafter made them (`simulator.accepted_drafts`).
+A drafter that knows this token decides whether its guess is right (`simulator.accepted_drafts`).
 
-The rules are those of the real last stage: a window yields its tokens up to the first wrong guess, and a
-guessed window behind a wrong guess is void until its row is rewound.
+The rules are those of the real last stage. A window yields its right guesses up to the first wrong one, and
+one sampled token behind them. Windows that rest on a wrong guess are void until their row is rewound.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ TOKEN, WRONG_TOKEN = 0, 1
 
 
 class SampledRows:
-    """The rows of the last stage, which yield samples."""
+    """The rows of the last stage, and which of them wait to be rewound."""
 
     def __init__(self) -> None:
-        self._strayed: set[int] = set()  # rows that guessed windows do not fit
+        self._strayed: set[int] = set()  # rows with a wrong guess: windows that rest on it are void
 
     def sample(self, plan: ScheduledBatch) -> tuple[list[list[int]], list[int]]:
         """Return the ids of each sampled row of a plan, and how many of its drafts were rejected."""

@@ -1,10 +1,11 @@
-"""A run: requests arrive at simulated engines, the clock goes from event to event, and all is booked.
+"""Runs a simulation: requests arrive at simulated engines, and the clock jumps from event to event.
 
     arrivals ──router──▶ replica 0 … R-1 (core, scheduler, flow) ──updates──▶ accounts of the requests
 
-Events are arrivals, results, what cores wake up for by themselves, losses of stages and their ends. Where
-requests are bounded to N at once, the next one is sent when another has ended. The same run with the same
-seed is the same to the last bit: nothing here reads a real clock, and all dice have seeds.
+An event is an arrival, a result, a time for which a core asked to be woken, the loss of a stage, or the end
+of a loss. If at most N requests may be open at once, a request that has arrived waits until another has
+ended. The same run with the same seed gives the same numbers to the last bit: nothing here reads a real
+clock, and all random numbers have seeds.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from penstock.workloads.requests import BenchRequest
 
 @dataclass(slots=True, kw_only=True)
 class RequestAccount:
-    """The account of one request; times are seconds after the start of the run.
+    """The account of one request; times are readings of the simulation's clock, in seconds.
 
     Attributes:
         sent_s: when it was given to an engine.
-        num_cached: tokens of its prompt that were found.
-        error: why it has ended without its output.
+        num_tokens: output tokens that have come.
+        num_cached: tokens of its prompt that were found in the cache.
+        error: why it ended without its output; None: it has not, or has ended with all its output.
     """
 
     index: int
@@ -47,16 +49,18 @@ class RequestAccount:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has ended with all that was asked for."""
+        """Whether it has ended without an error."""
         return self.error is None and self.ended_s >= self.sent_s
 
 
 @dataclass(slots=True)
 class KVUse:
-    """The blocks of one replica in use, over time.
+    """The use of the KV blocks of one replica, over time.
 
     Attributes:
-        since: the last note.
+        since: clock time of the last note.
+        peak: most blocks in use at any time.
+        block_seconds: the number of blocks in use, summed over time.
     """
 
     since: float = 0.0
@@ -65,7 +69,7 @@ class KVUse:
     _now: int = 0
 
     def note(self, now: float, num_used: int) -> None:
-        """Note that so many are in use from now on."""
+        """Note that so many blocks are in use from now on."""
         self.block_seconds += (now - self.since) * self._now
         self.since, self._now = now, num_used
         self.peak = max(self.peak, num_used)
@@ -73,10 +77,11 @@ class KVUse:
 
 @dataclass(slots=True, kw_only=True)
 class FinishedRun:
-    """All that is known of a run.
+    """All that is known of a run that has ended.
 
     Attributes:
-        began_s, ended_s: the first arrival, and the end of the last request.
+        kv_use: the use of KV blocks, for each replica.
+        began_s, ended_s: clock times of the start, from which arrivals count, and of the last request's end.
     """
 
     accounts: list[RequestAccount]
@@ -95,19 +100,20 @@ class _Open:
 
     @property
     def tokens_ahead(self) -> int:
-        """The tokens ahead, as `engine.client.streams.OpenStreams` counts them."""
+        """The tokens that the core computes before a new request's turn, estimated as in `OpenStreams`."""
         return sum(self.prompts.values()) + DECODE_TOKENS * self.count
 
 
 class Simulation:
-    """One run over replicas of a pipe.
+    """One simulation of requests to replicas of a pipe.
 
     Args:
-        num_replicas: pipelines side by side.
-        max_concurrency: requests at once; None: all come when they come.
-        losses: of stages, in any order.
-        max_kept: plans of each replica whose times are kept for a timeline.
-        record: takes every plan of the first replica, and returns its digest.
+        pipeline: the pipe; all replicas have equal ones.
+        num_replicas: number of replicas.
+        max_concurrency: most requests that are open at once; None: each request is sent when it arrives.
+        losses: losses of stages, in any order.
+        max_kept: number of plans of each replica whose times are kept for a timeline.
+        record: called with every plan of the first replica; returns the plan's digest.
     """
 
     def __init__(
@@ -141,11 +147,11 @@ class Simulation:
         self._num_open = 0
         self._accounts: dict[str, RequestAccount] = {}
         self._losses = list(losses)
-        self._changes: list[tuple[float, int, StageLoss]] = []  # those to come, by clock time
-        self._back: list[tuple[float, int]] = []  # when which replica has all stages again
+        self._changes: list[tuple[float, int, StageLoss]] = []  # losses to come, by clock time
+        self._back: list[tuple[float, int]] = []  # clock time at which a replica has all stages again
 
     def run(self, requests: Sequence[BenchRequest]) -> FinishedRun:
-        """Send all requests, and go on until all have ended.
+        """Send all requests, and run until all have ended.
 
         Args:
             requests: in the order of their arrival.
@@ -184,7 +190,7 @@ class Simulation:
         )
 
     def _prove_stages(self) -> None:
-        """Prove the stages as every start does: a plan without tokens crosses all of them."""
+        """Let a plan without tokens cross all stages, as at every start, and begin the accounts after it."""
         for number, replica in enumerate(self._replicas):
             self._step(number)
             self.clock.now = max(self.clock.now, replica.next_at if replica.core.num_inflight else 0.0)
@@ -224,7 +230,7 @@ class Simulation:
         return self._router.order(prompt, loads)[0]
 
     def _step(self, number: int) -> bool:
-        """Let a core do what is due.
+        """Let the core of a replica do what is due, and book its updates.
 
         Returns:
             Whether a request has ended.
@@ -253,7 +259,7 @@ class Simulation:
         return has_ended
 
     def _change_stages(self) -> None:
-        """Carry out losses that are due, and ends of earlier ones."""
+        """Carry out the losses that are due, and let replicas recover whose lost stage is due back."""
         now = self.clock.now
         while self._back and self._back[0][0] <= now:
             _, number = heapq.heappop(self._back)
@@ -263,7 +269,7 @@ class Simulation:
             _, _, loss = heapq.heappop(self._changes)
             replica = self._replicas[loss.replica]
             if not replica.core.has_pipe:
-                continue  # it is away already
+                continue  # the replica has no pipe already: an earlier loss is not over
             self._book(loss.replica, replica.lose(loss))
             heapq.heappush(self._back, (now + loss.away_s, loss.replica))
             self._next_at[loss.replica] = replica.next_at

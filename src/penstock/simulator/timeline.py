@@ -1,6 +1,6 @@
-"""The work of simulated stages, in the form in which real ones report it, for `trace.chrome`.
+"""The timed work of simulated stages, in the form in which real stages report it, for `trace.chrome`.
 
-The plans that a flow has kept become the spans of each stage: waits with their causes, overhead, computing.
+The trips that a flow has kept become spans of each stage: waits with their causes, overhead, and computing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NS = 1e9
 
 
 def timeline(run: FinishedRun) -> list[StageSpans]:
-    """Return the spans of each stage of each replica for the plans that were kept, by replica and stage."""
+    """Return the spans of each stage for the plans that were kept, replica by replica and stage by stage."""
     return [
         spans
         for number, replica in enumerate(run.replicas)
@@ -57,7 +57,14 @@ def _of_stage(
     ends_ns: np.ndarray[tuple[int, int], np.dtype[np.int64]],
     num_stages: int,
 ) -> StageSpans:
-    """Return one report of a stage; a time that no plan covers, as after a loss, is without work."""
+    """Return the spans of one stage.
+
+    A time that belongs to no plan, as after a loss, becomes a span of `NO_WORK`.
+
+    Args:
+        begins_ns: [plans] when the plan before had left the stage.
+        ends_ns: [phases, plans] when each phase of a plan ends on this stage.
+    """
     phases, durations, steps = bytearray(), list[int](), list[tuple[int, int, int]]()
     began_ns = now = int(begins_ns[0])
     is_last = stage == num_stages - 1 and num_stages > 1
@@ -73,7 +80,7 @@ def _of_stage(
                 phases.append(phase)
                 durations.append(end - now)
                 now = end
-        if steps[-1][0] == len(phases):  # nothing of it can be seen
+        if steps[-1][0] == len(phases):  # all spans of this step are empty
             steps.pop()
     return StageSpans(
         stage=stage,
