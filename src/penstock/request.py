@@ -351,7 +351,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one step has brought one request. No update follows one that has a `finish_reason`.
+    """The news that one step brings of one request. No update follows one that has a `finish_reason`.
 
     Scores of the prompt come in separate updates, in the order of its tokens, before all other updates.
     """

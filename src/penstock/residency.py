@@ -141,7 +141,7 @@ class Residency:
         resident.length = length
 
     def gain(self, terms: int) -> None:
-        """Update the digest for many requests at once, whose `length` the caller has changed.
+        """Add to the digest for many requests at once, whose `length` the caller has changed.
 
         Args:
             terms: the sum of key * gained length over these requests.

@@ -37,7 +37,7 @@ _NS = 1_000_000_000
 
 
 class Assembled(msgspec.Struct, frozen=True, tag="assembled", kw_only=True, omit_defaults=True):
-    """Scheduler and core were made with these settings, and the stages were measured.
+    """The scheduler and the core were made with these settings, and the stages were measured.
 
     If a start fails and is tried again, there is a record of each attempt.
 

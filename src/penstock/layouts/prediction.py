@@ -1,4 +1,4 @@
-"""Predicts the speed of a pipe from the times of its stages: first token, time per token, throughput, bubble.
+"""The predicted speed of a pipe by the times of its stages: first token, time per token, throughput, bubble.
 
 The chunks of prompts and the number of micro-batches follow from the scheduler's own rules
 (`scheduler.pacing`). When plans pass the stages then follows from `layouts.recurrence`. Requests are not

@@ -1,4 +1,4 @@
-"""Recommends a layout and gives the reasons: by a decision tree, and by predictions where it leaves a choice.
+"""The recommended layout and the reasons: a decision tree, and predictions where the tree leaves a choice.
 
     the model fits one device         it is not cut; replicas, if there are requests for them
     else: devices differ              the layout that is predicted to be the fastest

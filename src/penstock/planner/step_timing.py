@@ -1,4 +1,4 @@
-"""Times the steps of one rank on its own device, part by part, as `pipeline.stage` would run them.
+"""Measures the steps of one rank on its own device, part by part, as `pipeline.stage` would run them.
 
 The weights are those of the checkpoint, in the form in which the rank will hold them. Hidden states are
 random, and sampling is greedy. A case is a decode step with some number of rows, or a step with one chunk of

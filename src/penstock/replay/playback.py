@@ -87,7 +87,7 @@ class ReplayedDrafter:
 
 
 class ReplayedGuides(NoGuides):
-    """Guides that repeat the recorded answers."""
+    """The guides of a replayed core, which repeat the recorded answers."""
 
     def __init__(self, answers: RecordedAnswers) -> None:
         self._answers = answers

@@ -61,7 +61,7 @@ class Trip(NamedTuple):
 
 @dataclass(slots=True)
 class StageLedger:
-    """What the stages did with their time; each array has seconds by stage.
+    """The account of what the stages did with their time; each array has seconds by stage.
 
     Attributes:
         busy, overhead: computing, and the overhead of each step.
