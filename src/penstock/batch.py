@@ -38,7 +38,7 @@ class LogitChanges(msgspec.Struct, frozen=True, array_like=True):
     repetition_penalty: float = 1.0
     bias: dict[int, float] = {}  # token id -> what is added to its logit
     allowed_ids: list[int] | None = None  # None: all
-    # Sequences of ids: the last id of each is forbidden where the newest generated ids are all others of it.
+    # Sequences of ids: the last id of one is forbidden while the newest generated ids are its other ids.
     bad_words: list[list[int]] = []
 
 
@@ -286,7 +286,8 @@ class StepResult(msgspec.Struct, frozen=True, tag="result", kw_only=True, omit_d
     num_rejected: list[int] = []  # as in `SampledTokens`
     logprobs: list[list[TokenLogprobs] | None] = []  # of each id; None: not asked for, or there is no id
     failed: list[int] = []  # indices into the lists above where nothing could be sampled
-    unmet: dict[int, str] = {}  # of some in `failed`: why no id was allowed; others had logits not finite
+    # For those of `failed` whose constraints allowed no id: why. The logits of all others were not finite.
+    unmet: dict[int, str] = {}
     guesses: dict[int, list[TokenId]] = {}  # index into `token_ids` -> what the MTP layer guesses behind it
     scores: list[list[TokenLogprobs]] = []  # one for each scored token; empty if a logit was NaN or infinite
     pooled: list[bytes] = []  # each vector, float32 [hidden_size]; empty if a number in it was not finite
@@ -345,8 +346,8 @@ class StageTimes(msgspec.Struct, frozen=True, tag="times", kw_only=True):
     wall_ns: Nanoseconds
     busy_ns: Nanoseconds  # in forward and sampling: CPU time of the thread, or time of the GPU
     phase_ns: list[Nanoseconds]  # by `trace.phases.Phase`; their sum is `wall_ns`
-    busy_ratio: float  # of the time since its last report, the share that was busy
-    exchange_ns: int = 0  # the part of that time spent in sums and gathers with the other ranks of the stage
+    busy_ratio: float  # the busy share of the time since its last report
+    exchange_ns: int = 0  # time since its start in sums and gathers with the other ranks of the stage
     exchange_wait_ns: int = 0  # the part of `exchange_ns` spent waiting for those ranks
     replica: int = 0
     free_bytes: Count | None = None  # of its host's memory; None: on a GPU, or where the host does not say

@@ -59,7 +59,7 @@ class RecordedReports:
         return times
 
     def rank_spans(self, seen: Container[SpansKey]) -> list[StageSpans]:
-        """Return the timed work of every rank without noting it, since it decides nothing."""
+        """Return the timed work of every rank without noting it, since no decision depends on it."""
         return self._executor.reports.rank_spans(seen)
 
     def finished_orders(self) -> list[OrderResult]:
@@ -67,7 +67,7 @@ class RecordedReports:
         return self._executor.reports.finished_orders()
 
     def store_use(self) -> StoreUse:
-        """Return the ranks' use of the KV store without noting it, since it decides nothing."""
+        """Return the ranks' use of the KV store without noting it, since no decision depends on it."""
         return self._executor.reports.store_use()
 
     def entry_answers(self) -> list[EntryAnswers]:

@@ -41,8 +41,8 @@ class RankEstimate:
         activation_bytes: estimated bytes of the tensors of the largest step; the measured peak, if the rank
             was measured.
         margin_bytes: bytes that are left free besides.
-        all_reduce_bytes_per_step: bytes that it adds up with the other ranks of its stage for a step with one
-            token of each request at once on its replica (`Load.of_replica`).
+        all_reduce_bytes_per_step: bytes that it adds up with the other ranks of its stage in a step with one
+            token of each request that the load gives its replica (`Load.of_replica`).
         all_reduce_s: seconds that these bytes take at the rate of the link.
         all_reduce_latency_s: seconds that the sums of a step take besides, however few bytes they have.
         stranded_bytes: bytes that it could use for KV blocks, but does not, because every rank has as many
@@ -74,7 +74,7 @@ class RankEstimate:
 class HopEstimate:
     """The estimate of a link from one stage to the next.
 
-    A step is one with a token of each request at once on the replica (`Load.of_replica`).
+    A step here has one token of each request that the load gives the replica (`Load.of_replica`).
 
     Attributes:
         link: kind of the link.

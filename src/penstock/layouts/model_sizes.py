@@ -2,7 +2,8 @@
 
 `ModelSpec` counts the parameters, and `families.sharding` cuts them for the ranks of a stage. How many bits a
 parameter takes follows from the quantisation of the checkpoint, or from the types in a GGUF file. Only
-`config.json` and the headers of GGUF files are read; the weights need not be on this machine.
+configurations and the headers of GGUF files are read, never weights; for other models than GGUF files, the
+weights need not be on this machine.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class RankSizes:
     """The amounts that one rank holds, and the amounts that it reads and computes for tokens.
 
     Attributes:
-        num_layers, parameters: numbers of the rank's layers, and of all its parameters.
+        num_layers: number of the rank's layers.
+        parameters: number of all its parameters.
         weight_bytes: bytes of all its parameters.
         layer_bytes: bytes of its layers' parameters.
         expert_bytes: the part of `layer_bytes` that routed experts have; a step reads only the experts that

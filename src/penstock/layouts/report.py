@@ -1,4 +1,4 @@
-"""The report of `penstock plan --devices`: text of at most 100 columns, and the same numbers in JSON."""
+"""The report of `penstock plan --devices`, as text for people, 100 columns wide, and in JSON."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def _summary(own: Estimate) -> dict[str, Any]:
 
 
 def _first_of_alike(ranks: Sequence[RankEstimate]) -> list[RankEstimate]:
-    """Return the first of each stage's ranks that hold the same amounts of weights and KV cache."""
+    """Return the ranks without those that hold as much as an earlier rank of their stage."""
     seen: set[tuple[int, int, int]] = set()
     kept = []
     for rank in ranks:

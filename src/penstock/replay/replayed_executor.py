@@ -51,7 +51,7 @@ class ReplayedReports:
         return self._answers.grammars()
 
     def rank_spans(self, seen: Container[SpansKey]) -> list[StageSpans]:
-        """Return nothing: only the live views of an engine read them."""
+        """Return nothing: only clients read the work of all ranks, and a replay has none."""
         return []
 
     def finished_orders(self) -> list[OrderResult]:

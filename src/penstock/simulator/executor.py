@@ -185,7 +185,7 @@ class SimulatedReports:
         ]
 
     def rank_spans(self, seen: Container[SpansKey]) -> list[StageSpans]:
-        return []  # only the live views of an engine read them
+        return []  # only clients read the work of all ranks, and a simulation has none
 
     def finished_orders(self) -> list[OrderResult]:
         return []

@@ -184,7 +184,10 @@ class PlanFlow:
         self._free = np.full_like(self._free, now)
 
     def ledger(self, now: float) -> StageLedger:
-        """Return what the stages did with their time up to now; plans in flight do not count."""
+        """Return what the stages did with their time up to now; plans in flight do not count.
+
+        The time since the last plan left a stage counts as `NO_WORK`.
+        """
         self._add_up()
         idle = np.maximum(0.0, now - self._free[self._stage_places])
         causes = self._ledger.causes.copy()

@@ -34,7 +34,7 @@ class RequestAccount:
         sent_s: when it was given to an engine.
         num_tokens: output tokens that have come.
         num_cached: tokens of its prompt that were found in the cache.
-        error: why it ended without its output; None: it has not, or has ended with all its output.
+        error: why it ended without all its output; None: it still runs, or ended with all its output.
     """
 
     index: int
