@@ -127,10 +127,9 @@ def _in_host(
     estimates: Sequence[Estimate], devices: DeviceSet, sizes: ModelSizes, reasons: list[str]
 ) -> Estimate:
     host = devices.hosts[0]
-    if host.link.is_nvlink:
-        best = _most_replicas(
-            _with_experts_whole(_widest([each for each in estimates if each.layout.pp == 1]), sizes)
-        )
+    of_one_stage = [each for each in estimates if each.layout.pp == 1]
+    if host.link.is_nvlink and of_one_stage:
+        best = _most_replicas(_with_experts_whole(_widest(of_one_stage), sizes))
         rank = best.ranks[0]
         sums_s = rank.all_reduce_s + rank.all_reduce_latency_s
         reasons.append(
@@ -139,7 +138,12 @@ def _in_host(
             f"{1e3 * best.predicted.time_per_token_s:.1f} ms of a token, and no stage waits for another."
         )
         return best
-    reasons.append(f"It fits one host, but its devices are joined by {host.link.kind}, not by NVLink.")
+    if host.link.is_nvlink:
+        reasons.append(
+            "It fits one host, whose devices are joined by NVLink, but no layout of one stage fits."
+        )
+    else:
+        reasons.append(f"It fits one host, but its devices are joined by {host.link.kind}, not by NVLink.")
     best = ranked(estimates)[0]
     reasons.extend(_by_prediction(best))
     return best

@@ -125,6 +125,17 @@ def test_i6_without_nvlink_the_prediction_decides(tmp_path: Path) -> None:
     )
 
 
+def test_i6_where_nvlink_joins_devices_of_which_no_one_stage_can_use_enough_the_prediction_decides(
+    tmp_path: Path,
+) -> None:
+    """Five devices: heads divide by four, and four devices are too small."""
+    report = planned(write_shape(tmp_path, "llama-70b"), "--devices", "a100-40g:34g:5")
+    recommended = report["recommended"]
+    assert report["devices"][0]["link"] == "nvlink"
+    assert (recommended["pp"], recommended["tp"]) == (5, 1)
+    assert "no layout of one stage fits" in " ".join(recommended["reasons"])
+
+
 def test_i6_unlike_devices_get_as_many_layers_as_they_are_fast(tmp_path: Path) -> None:
     words = ["--devices", "rtx4090+cpu:16c:200g@40GB/s", "--max-model-len", "2048"]
     report = planned(write_shape(tmp_path, "llama-70b"), *words)
