@@ -48,7 +48,7 @@ class _ReachedError(Exception):
 class _AdmissionDiffersError(Exception):
     """A request was refused when recorded and is admitted now, or the other way round.
 
-    The message names the request, or has the error with which it is refused now.
+    The message names the request, and the error if it is refused now.
     """
 
 
@@ -168,18 +168,17 @@ class Replayer:
 
     def _take(self, record: Record, stops: Stops) -> None:
         self._answers.begin(record)
+        name = record.call.request_id if isinstance(record.call, RequestAdded) else "a call"
         try:
             self._call(record.call, stops)
         except DecisionLogError:
             raise
         except PenstockError as error:
             if not record.is_refused:
-                raise _AdmissionDiffersError(
-                    f"was admitted when recorded, but is refused now: {error}"
-                ) from error
+                text = f"{name} was admitted when recorded, but is refused now: {error}"
+                raise _AdmissionDiffersError(text) from error
         else:
             if record.is_refused and isinstance(record.call, RequestAdded):
-                name = record.call.request_id
                 raise _AdmissionDiffersError(f"{name} was refused when recorded, but is admitted now")
         self._answers.end()
 

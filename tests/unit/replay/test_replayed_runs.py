@@ -241,7 +241,7 @@ def test_an_admission_that_decides_otherwise_is_found(
     monkeypatch.setattr("penstock.scheduler.admission.Admission.refuse_overload", refuse)
     difference = Replayer(tmp_path / "log").run().difference
     assert difference is not None
-    assert "is refused now: too many" in difference.admission
+    assert difference.admission == "a was admitted when recorded, but is refused now: too many"
 
 
 def test_it_ends_behind_the_step_that_is_asked_for(tmp_path: Path) -> None:
