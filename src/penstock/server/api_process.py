@@ -1,7 +1,9 @@
 """The API process: `python -m penstock.server.api_process --config-fd N --status-fd M`.
 
-Started by the supervisor with the already listening HTTP socket. Reads its config, serves until SIGTERM (or
-SIGINT), drains, and ends with code 0; a second signal ends running answers at once. Never imports torch.
+The supervisor starts it and hands it the HTTP socket, which is bound, and which listens already unless the
+port is to be taken over (`process.listening`). The process serves until SIGTERM or SIGINT. It then refuses
+new requests, lets running answers end, and exits with code 0; a second signal ends running answers at once.
+It never imports torch.
 """
 
 from __future__ import annotations
@@ -52,19 +54,19 @@ from penstock.tokenizer.tokenizer import AbsentTokenizer, Tokenizer, load_tokeni
 
 BEAT_S = 0.5
 DATE_S = 1.0  # how old the date of an answer may be
-CLOSE_S = 2  # for answers that were ended to reach their clients; less than the supervisor waits
-_OTHER_DESCRIPTORS = 64  # beside client connections
+CLOSE_S = 2  # seconds for answers that were ended to reach their clients; less than the supervisor waits
+_OTHER_DESCRIPTORS = 64  # file descriptors that are not connections of clients
 
 
 class HttpServer(uvicorn.Server):
-    """A server of uvicorn without its signal handling, whose end waits for running answers.
+    """A server of uvicorn without uvicorn's signal handling; at its end it waits for running answers.
 
     Args:
         app: the application from `create_app`.
         limits: bounds of connections.
-        drain_s: how long running answers may go on after the first signal.
-        on_listening: called once connections are taken.
-        context: context of HTTPS; None: the server speaks plain HTTP.
+        drain_s: seconds for which running answers may continue after the first call of `stop`.
+        on_listening: called once connections are accepted.
+        context: TLS context for HTTPS; None: the server speaks plain HTTP.
     """
 
     def __init__(
@@ -102,7 +104,10 @@ class HttpServer(uvicorn.Server):
         self._on_listening()
 
     async def main_loop(self) -> None:
-        """Wait for the end. uvicorn wakes ten times a second for that, and once for the date of answers."""
+        """Wait for the end, and once a second renew the date that answers carry.
+
+        uvicorn's own loop wakes ten times a second.
+        """
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_drained.wait(), DATE_S)
@@ -113,7 +118,10 @@ class HttpServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     def stop(self) -> None:
-        """Stop: the first call drains, then ends. The second one ends at once what runs."""
+        """Refuse new requests, let running answers end, then end the server.
+
+        A second call ends the running answers at once.
+        """
         if self._drain is None:
             self._drain = asyncio.get_running_loop().create_task(self._drain_and_end())
         else:
@@ -160,7 +168,14 @@ def uvicorn_config(app: App, limits: ConnectionLimits) -> uvicorn.Config:
 
 
 def allow_connections(wanted: int) -> int:
-    """Raise the limit of open files as far as needed and allowed; how many connections fit below it."""
+    """Raise this process's limit on open files as far as needed and allowed.
+
+    Args:
+        wanted: number of connections that are to be open at once.
+
+    Returns:
+        How many of them fit below the limit; at least 1.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + _OTHER_DESCRIPTORS
     if hard != resource.RLIM_INFINITY:
@@ -171,10 +186,13 @@ def allow_connections(wanted: int) -> int:
 
 
 def notice_lost_clients(listener: socket.socket, silence_s: float) -> None:
-    """Let the system end connections whose other side has vanished without a word.
+    """Let the system end connections whose other side has vanished without a word, as a host without power.
 
-    Such as a host without power: neither their reads nor, while an answer is computed, writes would ever
-    fail. The sockets that the listener accepts inherit it.
+    Otherwise nothing would show it: reads never fail, and nothing is written while an answer is computed. The
+    sockets that the listener accepts inherit these options from it.
+
+    Args:
+        silence_s: seconds for which the other side's host may answer nothing.
     """
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
@@ -188,14 +206,14 @@ def notice_lost_clients(listener: socket.socket, silence_s: float) -> None:
 
 
 def prompt_form(tokenizer: Tokenizer, template: ChatTemplate) -> PromptForm:
-    """Return the richest form of prompt that a model takes which has these."""
+    """Return the richest form of prompt that a model with this tokenizer and this template takes."""
     if isinstance(tokenizer, AbsentTokenizer):
         return "token_ids"
     return "text" if isinstance(template, AbsentChatTemplate) else "messages"
 
 
 def served_model(config: ApiProcessConfig, tokenizer: Tokenizer, template: ChatTemplate) -> ServedModel:
-    """Return the model's text side and its sampling defaults, read from its directory."""
+    """Return the model as the server needs it, with what its directory says of sampling and of vectors."""
     directory = Path(config.model_path)
     return ServedModel(
         name=config.model_names[0],
@@ -221,7 +239,7 @@ def served_model(config: ApiProcessConfig, tokenizer: Tokenizer, template: ChatT
 
 
 class _WhenBoth:
-    """Acts once both have happened: the engine has answered, and connections are accepted."""
+    """Calls `act` once both have been noted: the engine has answered, and connections are accepted."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self._act = act

@@ -1,7 +1,8 @@
 """Builds the ASGI app: routes, collaborators, and the gate around them.
 
-`create_app` is called by `api_process` (with an `AsyncEngine`) and by tests (with a fake engine). The app's
-lifespan connects the engine in the background, so that health and errors are answered while it loads.
+`create_app` is called by `api_process`, with the client of the engine, and by tests, with a fake engine. The
+app's lifespan connects to the engine in the background, so that health and errors are answered while the
+engine loads.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class App:
 
     Attributes:
         routes: the Starlette app behind the gate.
-        context: collaborators of generating responses; its `lifecycle` drains the server.
+        context: objects that all generating responses use; its `lifecycle` drains the server.
     """
 
     def __init__(self, routes: Starlette, gate: Gate, context: GenerationContext) -> None:
@@ -132,9 +133,9 @@ def create_app(
     """Return the whole HTTP front over an engine.
 
     Args:
-        log: defaults to what the config implies.
+        log: None: a log in the config's format, on standard error.
         on_ready: called once, when the engine has answered.
-        hold_s: nothing is answered before, for this long at most.
+        hold_s: for so many seconds at most, nothing is answered before the engine has answered or failed.
         clock: monotonic seconds.
     """
     log = log or RequestLog(config.log_format)
@@ -306,8 +307,10 @@ def _plain_routes(model: ServedModel, context: GenerationContext) -> list[Descri
 
 
 def _unlisted_routes(described: Iterable[Route], document: openapi.Schema) -> list[Route]:
-    """Return the routes of the document, of the web page, and of the heads of health, for probes that ask for
-    no more."""
+    """Return the routes that the document does not list.
+
+    These are the document itself, the web page, and HEAD for the paths of health, which some probes use.
+    """
     encoded = msgspec.json.encode(document)
 
     async def openapi_json(_request: Request) -> Response:

@@ -1,8 +1,8 @@
-"""The needs of the HTTP front from the engine and the model, as protocols and values.
+"""The parts of the engine and of the model that the HTTP front uses, as protocols and values.
 
-`create_app` takes an `EngineLike` (in the server `engine.client.async_engine.AsyncEngine`, in tests a fake)
-and a `ServedModel`. The text side of a model is behind `TextCodec`, so that no route knows a tokenizer
-library.
+`create_app` takes an `EngineLike` and a `ServedModel`. In the server the engine is an `AsyncEngine`, or
+`Replicas` with several pipelines (`engine.client`); in tests it is a fake. Tokenizer and chat template of the
+model are behind `TextCodec`, so that no route knows a tokenizer library.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from penstock.tokenizer.tokenizer import AbsentTokenizer, Tokenizer
 
 
 class RequestStream(Protocol):
-    """One sequence in the engine."""
+    """The output of one sequence in the engine, for one reader."""
 
     async def next(self) -> TextDelta:
-        """Wait for news. Raises a `PenstockError` if the sequence failed; not called after the finish."""
+        """Wait for new output. Raises a `PenstockError` if the sequence failed. Not called after the end."""
 
     def cancel(self) -> None:
-        """Abort in the core at once; harmless after the end and when called twice."""
+        """Abort the sequence in the core at once; harmless after its end and when called twice."""
 
     @property
     def prompt_tokens(self) -> int: ...
@@ -48,10 +48,16 @@ class RequestStream(Protocol):
 
 
 class StatusLike(Protocol):
-    """The state of the pipe: whether it answers.
+    """The state of the pipeline: whether its stages return tokens now, and if not, why.
 
-    `since`: Unix time of the last change of `ready`; `is_full`: no more requests may wait; `is_recovering`:
-    it is not ready, but new requests may wait; `hosts`: that the pipe runs over, as far as that was told.
+    Attributes:
+        stage: number of the stage at fault; None if no single stage is known to be at fault.
+        reason: why the pipeline is not ready; "" if it is.
+        since: Unix time of the last change of `ready`.
+        stats: the core's statistics; None if there are none to show.
+        is_full: no more requests may wait.
+        is_recovering: the pipeline is not ready, but takes new requests, which wait.
+        hosts: hosts that the stages run on, as far as the core has reported them.
     """
 
     @property
@@ -73,8 +79,10 @@ class StatusLike(Protocol):
 
 
 class EngineLike(Protocol):
+    """The client of the core, or of the cores of several replicas, as the server uses it."""
+
     async def start(self) -> None:
-        """Connect and wait until the pipe is ready; raises a `PenstockError` if it will never be."""
+        """Connect, and wait until the pipeline is ready. Raises a `PenstockError` if it never will be."""
 
     def add(self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams) -> RequestStream:
         """Start one sequence. Raises `OverloadedError` when the queue is full."""
@@ -82,10 +90,13 @@ class EngineLike(Protocol):
     def add_all(
         self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams
     ) -> Sequence[RequestStream]:
-        """Start `sampling.n` sequences of a prompt, all or none; the first counts the prompt's tokens."""
+        """Start `sampling.n` sequences of a prompt, all or none, and return the stream of each.
+
+        Only the first stream counts the prompt's tokens in `prompt_tokens` and `cached_tokens`.
+        """
 
     def embed(self, request_id: str, prompt_token_ids: list[int], params: PoolingParams) -> RequestStream:
-        """Pool a prompt; the stream has one delta, with the vector."""
+        """Start to pool a prompt into a vector, and return its stream, whose only delta has the vector."""
 
     def status(self) -> StatusLike: ...
 
@@ -93,40 +104,47 @@ class EngineLike(Protocol):
         """Return the status of each replica."""
 
     async def trace(self) -> list[StageSpans]:
-        """Return the spans of each stage in the last seconds."""
+        """Return the spans (timed pieces of work) of each stage in the last seconds."""
 
     async def news(self, seen: Collection[StageSpans]) -> list[StageSpans]:
-        """Return each rank's latest spans; if a report of the rank was seen, those since then."""
+        """Return each rank's spans since its report in `seen`; if it has none there, those of `trace`."""
 
     async def operate(self, operation: Operation, timeout_s: float) -> list[OperationDone]:
-        """Let all replicas do it. Raises `WaitTimeoutError` when that is not complete in this time."""
+        """Let all replicas carry out an operation, and return the result of each.
+
+        Raises `WaitTimeoutError` if it is not complete after `timeout_s`.
+        """
 
     @property
     def max_model_len(self) -> int:
-        """The longest prompt + output: the model's, or less where the KV pool holds less."""
+        """The most tokens of prompt and output together that the model, or a smaller KV cache, allows."""
 
 
 class TextCodec(Protocol):
     """The way from text to ids and from ids to text. Called from worker threads too."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return ids of a plain prompt, with BOS where the model wants it; special tokens are text."""
-
-    def encode_trusted(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of text in which special tokens mean themselves."""
-
-    def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        """Return the ids of a conversation through the chat template, ready for the answer.
+        """Return the ids of a plain prompt; the text of a special token in it is ordinary text.
 
         Args:
-            options: those of `ChatTemplate.encode`, and variables for the template.
+            add_special_tokens: whether the ids begin with BOS if the model wants it.
+        """
+
+    def encode_trusted(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text as `encode` does, but with an id for the text of each special token."""
+
+    def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        """Return the ids of a conversation as the chat template writes it.
+
+        Args:
+            options: arguments of `ChatTemplate.encode`, and variables for the template.
         """
 
     def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """Return the text of a conversation through the chat template."""
+        """Return the text of a conversation as the chat template writes it; options as in `encode_chat`."""
 
     def decode(self, token_ids: list[int]) -> str:
-        """Return the text of a whole sequence, special tokens by their names."""
+        """Return the text of a whole sequence, with the names of special tokens in it."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that one id stands for; empty for ids without text."""
@@ -134,10 +152,11 @@ class TextCodec(Protocol):
     def detokenizer(
         self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True, shown: Sequence[str] = ()
     ) -> Detokenizer:
-        """Return the detokenizer, piece by piece, of what follows this prompt.
+        """Return a detokenizer, which makes text piece by piece of the tokens that follow this prompt.
 
         Args:
-            shown: special tokens that are not skipped.
+            skip_special_tokens: whether special tokens have no text.
+            shown: special tokens that have their text all the same.
         """
 
 
@@ -170,10 +189,16 @@ class ModelCodec:
 class ServedModel:
     """The one model behind this server.
 
-    `name`: the one in answers. `aliases`: further names under which clients may ask for it.
-    `sampling_defaults`: values of temperature, top_k, top_p, min_p, repetition_penalty from the model's
-    generation_config, used where a request is silent. `syntax`: how the model writes reasoning and calls of
-    tools. `grammar_model`: None: of a model without structured output. `vector`: what vectors it gives.
+    Attributes:
+        name: its name in answers.
+        codec: makes ids of text and text of ids.
+        aliases: further names under which clients may ask for the model.
+        sampling_defaults: values of temperature, top_k, top_p, min_p and repetition_penalty from the model's
+            generation_config. They hold where a request gives none.
+        syntax: how the model writes reasoning and calls of tools.
+        grammar_model: the model's files, as the processes that try out grammars need them; None: there is no
+            structured output.
+        vector: lengths of the vectors that the model gives for embeddings.
     """
 
     name: str
@@ -183,9 +208,9 @@ class ServedModel:
     created: int  # Unix time
     aliases: Sequence[str] = ()
     num_stages: int = 1
-    stages: Sequence[StageShape] = ()  # of each replica; empty where it is not known
-    host_links: Sequence[HostLink] = ()  # between hosts, as measured
-    token_bytes: int = 0  # that cross from stage to stage for each token; 0: not known
+    stages: Sequence[StageShape] = ()  # the same in each replica; empty: not known
+    host_links: Sequence[HostLink] = ()  # the measured network paths between hosts
+    token_bytes: int = 0  # bytes that cross from stage to stage for each token; 0: not known
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)
     syntax: ModelSyntax = field(default_factory=ModelSyntax)
     grammar_model: GrammarModel | None = None
@@ -207,8 +232,8 @@ class ServedModel:
             )
 
     def context_length(self, engine: EngineLike) -> int:
-        """Return how many tokens a prompt and its output may have, as of now.
+        """Return how many tokens a prompt and its output may have together, as far as is known now.
 
-        The engine knows what its KV pool holds only when it has loaded.
+        The value may sink later: the engine knows the size of its KV cache only when it has loaded.
         """
         return min(self.max_model_len, engine.max_model_len)

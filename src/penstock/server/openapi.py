@@ -1,8 +1,9 @@
 """The description of requests and answers in `/openapi.json`, true to the types that read and write them.
 
 `app` makes a `DescribedRoute` for each route, and then one document of all of them. The schemas are those
-of the types by which msgspec reads and writes. Bounds are in the document as far as a schema has words for
-them; those that depend on two fields, or on the length of a text in tokens, are in the error alone.
+of the types by which msgspec reads and writes. Bounds are in the document as far as a schema can express
+them. A bound that depends on two fields, or on the length of a text in tokens, shows only in the error of a
+request that breaks it.
 """
 
 from __future__ import annotations
@@ -145,12 +146,12 @@ Schema = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """The description of one route beside its path, name and text.
+    """The description of one route, without its path, name and text.
 
     Attributes:
-        responses: types of the answers by status.
-        body: type of the request's body; empty: the route reads none.
-        query: the type of its parameters.
+        responses: the answers by status, in the document's form.
+        body: the request's body, in the document's form; empty: the route reads none.
+        query: the type of the parameters in the URL's query.
     """
 
     responses: Mapping[int, Schema]
@@ -159,7 +160,7 @@ class Description:
 
 
 class DescribedRoute(Route):
-    """A route of one method that the document lists; the text is the docstring of its endpoint."""
+    """A route of one method that the document lists; the docstring of its endpoint is its text there."""
 
     def __init__(
         self, method: str, path: str, endpoint: Endpoint, *, name: str, description: Description
@@ -170,7 +171,7 @@ class DescribedRoute(Route):
         self._description = description
 
     def operation(self) -> tuple[str, str, Schema]:
-        """Return the path and the method in the document, and what stands there."""
+        """Return the path and the method as the document writes them, and the entry for them."""
         described = self._description
         text = inspect.cleandoc(self.endpoint.__doc__ or "")
         operation: Schema = {
@@ -217,7 +218,7 @@ def _answers(ok: Schema, errors: Iterable[int], error: type[msgspec.Struct] = Er
 def generation_route(
     request: type[msgspec.Struct], answer: type[msgspec.Struct], error: type[msgspec.Struct] = ErrorBody
 ) -> Description:
-    """Describe a route that streams its answer where the request asks for it.
+    """Describe a route that runs the model, and streams its answer if the request asks for that.
 
     Args:
         error: the shape of its errors.
@@ -242,10 +243,11 @@ def text_route(
     is_list: bool = False,
     error: type[msgspec.Struct] = ErrorBody,
 ) -> Description:
-    """Describe a route from text to ids or back.
+    """Describe a route that turns text into ids or ids into text.
 
     Args:
-        requests: any of these.
+        requests: types of the body; a request has one of them.
+        is_list: the answer is a list of `answer`.
         error: the shape of its errors.
     """
     shape = {"type": "array", "items": _reference(answer)} if is_list else _reference(answer)
@@ -258,7 +260,7 @@ def text_route(
 
 
 def stream_route(*, stops: bool = False) -> Description:
-    """Describe a route of a stream that a client comes back for: it ends the stream, or goes on."""
+    """Describe the route by which a client comes back to a kept stream, to read on or to end it (`stops`)."""
     shape = _reference(StreamStopped) if stops else {"type": "string"}
     answer = _content("application/json" if stops else "text/event-stream", shape)
     return Description(responses=_answers(answer, (404,) if stops else (400, 404, 410)))
@@ -308,7 +310,7 @@ _ANSWERS: Mapping[str, Schema] = {
 
 
 def document_of(routes: Iterable[DescribedRoute], model: ServedModel, config: ServerConfig) -> Schema:
-    """Return the whole document, with the types, their bounds and the key."""
+    """Return the whole document: paths, types with their bounds, and how a request carries its key."""
     paths: dict[str, dict[str, Schema]] = {}
     for route in routes:
         path, method, operation = route.operation()
@@ -337,17 +339,21 @@ def document_of(routes: Iterable[DescribedRoute], model: ServedModel, config: Se
 def _schemas(model: ServedModel, limits: Limits) -> dict[str, Schema]:
     _, definitions = msgspec.json.schema_components(_TYPES, ref_template="#/components/schemas/{name}")
     for name in _MESSAGES:
-        del definitions[name]["properties"]["stop"]  # which is refused there
+        del definitions[name]["properties"]["stop"]  # refused in these requests, which have `stop_sequences`
     for name, bounds in _bounds(model, limits).items():
         _bound(definitions[name]["properties"], bounds)
     for request in _REQUESTS:
-        names = {"enum": [*model.names, ""]}  # an empty one asks for the model that is served
+        names = {"enum": [*model.names, ""]}  # an empty name asks for the model that is served
         _bound(definitions[request.__name__]["properties"], {"model": {"string": names}})
     return definitions
 
 
 def _bound(properties: Schema, bounds: Mapping[str, Mapping[str, Schema]]) -> None:
-    """Put the bounds of a field at the variant of its type that they belong to."""
+    """Write the bounds of each field into the variants of its type for which they hold.
+
+    Args:
+        bounds: for each field's name, the bounds for each JSON type of its value.
+    """
     for name, by_type in bounds.items():
         variants = properties[name].get("anyOf", [properties[name]])
         for variant in variants:
@@ -414,7 +420,7 @@ def _bounds(model: ServedModel, limits: Limits) -> dict[str, dict[str, dict[str,
         "CountTokensRequest": {
             name: bounds
             for name, bounds in conversation.items()
-            if name != "min_tokens"  # of no answer
+            if name != "min_tokens"  # there is no answer whose tokens it could bound
         },
         "ContentBlock": {"type": {"string": {"enum": list(BLOCKS)}}},
         "TextBlock": {"type": {"string": {"enum": ["text"]}}},

@@ -1,16 +1,15 @@
-"""The access to the server: API keys, host names and origins. It is denied by default.
+"""The access to the server: which API keys, host names and origins a request may have.
 
-Every path but health probes and the files of the web page needs a key.
-
-The files of the web page are the same for everybody and open; what it fetches is not. A browser without
-JavaScript has no way to send a key but as a password, which it then sends by itself, whatever page has caused
-the request: passwords are taken where a request changes nothing and its answer is shown to nobody else.
-
-Paths of administrators are there only where an admin key is set, and need that key. It opens the others too.
-
-Browsers: a page of another origin is refused by its `Origin` header unless the server was told of that
-origin (`cross_origin`); a host name that was re-bound to this machine (DNS rebinding) is refused by the
-`Host` header while the server listens on a loopback address, unless the operator has allowed the name.
+- If API keys are set, every path needs a key, except health probes and the files of the web page. These files
+  are the same for everybody; what the page fetches needs a key.
+- Paths of administrators exist only if an admin key is set, and need that key. It opens all other paths too.
+- Without JavaScript, a browser can send a key only as a password. It then adds the password to every request
+  by itself, whatever page has caused the request. A password is therefore accepted only where a request
+  changes nothing and other pages cannot read the answer.
+- Requests from web pages of another origin are refused by their `Origin` header, unless the operator has
+  allowed that origin (`cross_origin`).
+- While the server listens on a loopback address, a foreign host name that leads to this machine (DNS
+  rebinding) is refused by the `Host` header, unless the operator has allowed the name.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ ADMIN_PATHS = frozenset(
     }
 )
 OPEN_PATHS = frozenset({"/health", "/health/ready", "/health/live", "/health/generate"})
-PAGE_PATHS = frozenset({"/", "/page.css", "/page.js"})  # of the web page: files without data
+PAGE_PATHS = frozenset({"/", "/page.css", "/page.js"})  # files of the web page, without data
 PASSWORD_PATHS = frozenset({"/debug/pipeline/table"})  # where a key may come as a password
 
 Headers = Iterable[tuple[bytes, bytes]]
 
 
 def refuse_odd_path(path: str) -> None:
-    """Raise `NotFoundError` for control characters, which no path of ours has.
+    """Raise `NotFoundError` for a path with control characters, which no route has.
 
-    The router's patterns pass over a line feed at the end, which would make one route answer to two names.
+    The router's patterns ignore a line feed at the end of a path: a route would answer under a second path.
     """
     if not path.isprintable():
         raise NotFoundError("this path does not exist.")
@@ -52,11 +51,12 @@ class ApiKeys:
     """Decides whether a request carries a key that opens its path.
 
     Args:
-        keys: any of them opens the server; none at all means that no key is asked for.
+        keys: any of them opens all paths but those of administrators. If there are none, these paths need no
+            key.
         admin_keys: any of them opens all paths.
 
     Raises:
-        UsageError: a key is blank, which an empty `Authorization` would match; or is of both kinds.
+        UsageError: a key is blank, which an empty `Authorization` would match, or is of both kinds.
     """
 
     def __init__(self, keys: Sequence[str], admin_keys: Sequence[str] = ()) -> None:
@@ -65,7 +65,10 @@ class ApiKeys:
         self._admin_keys = [key.encode() for key in admin_keys]
 
     def check(self, path: str, headers: Headers) -> None:
-        """Raise `AuthenticationError` unless the request carries a key. Time does not tell how much fits."""
+        """Raise `AuthenticationError` unless the request carries a key that opens the path, or needs none.
+
+        The time that this takes does not show how much of a wrong key is right.
+        """
         is_admin_path = path in ADMIN_PATHS and bool(self._admin_keys)
         if path in OPEN_PATHS | PAGE_PATHS or not (self._keys or is_admin_path):
             return
@@ -85,7 +88,7 @@ class ApiKeys:
 
 
 def key_digest(headers: Headers) -> bytes:
-    """Return what stands for the key that a request carries, whatever that opens."""
+    """Return a digest of the key that a request carries, whether or not the key is valid."""
     sent = (_bearer(header_value(headers, b"authorization")), header_value(headers, b"x-api-key").strip())
     return hashlib.sha256(b"\0".join(sent)).digest()
 
@@ -111,11 +114,11 @@ class HostPolicy:
 
     Args:
         host: the address that the server listens on.
-        allowed_origins: whose pages may use the server beside its own.
-        allowed_hosts: names that clients may have for this machine beside the loopback ones.
+        allowed_origins: origins whose pages may use the server, besides its own origin.
+        allowed_hosts: further host names that are accepted while the server listens on a loopback address.
 
     Raises:
-        UsageError: one of these names is not a host name.
+        UsageError: an entry of `allowed_hosts` is not a host name.
     """
 
     def __init__(

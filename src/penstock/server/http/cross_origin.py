@@ -1,10 +1,10 @@
-"""The web pages of other origins that may use the server: those that are named, and by default none.
+"""The web pages of other origins that may use the server: by default none, else those on a list.
 
-The CORS protocol of the Fetch standard. An origin is on the list word for word, or it is foreign: there are
-no patterns and no `*`, and `null`, which any page can have, is none. Pages send their key as every client
-does; credentials of the browser (cookies, certificates) are never asked for. `access` refuses the origins
-that are not here; `gate` answers the questions of browsers (preflights) before it asks for a key, since they
-bring none.
+Implements the CORS protocol of the Fetch standard. An origin must be on the list word for word. There are no
+patterns and no `*`, and `null` cannot be listed, as any page can have it. Pages send their key as every other
+client does; credentials that a browser keeps (cookies, certificates) are never asked for. `access` refuses
+origins that are not on the list. A browser's question whether a page may send a request (a preflight) has no
+key, so `gate` answers it before it checks keys.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PREFLIGHT_MAX_AGE_S = 600
 
 _TOKENS = re.compile(rb"[A-Za-z0-9!#$%&'+.^_`|~-]+(?:[ \t]*,[ \t]*[A-Za-z0-9!#$%&'+.^_`|~-]+)*")
 _METHODS = b"GET, HEAD, POST"
-_SHOWN = b"retry-after, x-penstock-warning, x-request-id"  # beside those that every page may read
+_SHOWN = b"retry-after, x-penstock-warning, x-request-id"  # headers that the pages may read too
 
 HeaderList = list[tuple[bytes, bytes]]
 
@@ -31,10 +31,10 @@ class CrossOrigin:
     """Tells browsers which pages of other origins may use the server.
 
     Args:
-        origins: whose pages may use the server.
+        origins: the list of origins whose pages may use the server.
 
     Raises:
-        UsageError: one of them is not an origin.
+        UsageError: an entry of the list is not an origin.
     """
 
     def __init__(self, origins: Sequence[str] = ()) -> None:
@@ -42,9 +42,9 @@ class CrossOrigin:
         self._origins = frozenset(origin.encode() for origin in origins)
 
     def headers(self, request: Headers) -> HeaderList:
-        """Return the headers that tell a browser whether a page may read an answer, an error too.
+        """Return the headers by which a browser lets a page read the answer, also where it is an error.
 
-        There are none if no page on the list has sent the request.
+        There are none if the request's origin is not on the list.
         """
         origin = header_value(request, b"origin")
         if origin not in self._origins:
@@ -56,9 +56,10 @@ class CrossOrigin:
         ]
 
     def preflight(self, scope: Scope) -> Response | None:
-        """Return the answer to a browser that asks whether a page on the list may send a request.
+        """Return the answer to a browser that asks whether a page may send a request.
 
-        None if that is not the question. The answer is the same for every path, there or not.
+        Return None if the request is not such a question, or its origin is not on the list. The answer is the
+        same for every path, whether or not the path exists.
         """
         headers = scope["headers"]
         is_question = scope["method"] == "OPTIONS" and header_value(headers, b"access-control-request-method")

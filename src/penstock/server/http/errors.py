@@ -1,9 +1,10 @@
 """The errors as OpenAI error objects, `{"error": {"message", "type", "param", "code"}}`.
 
-They are so on every route but those of another API, which writes them in a form of its own.
+All routes write errors in this form, except those of Anthropic's API (`anthropic.error_form`).
 
-`app` makes one `ErrorAnswers`, which Starlette's handlers and the gate use; streams that have begun use
-`error_bytes`. A bug becomes a 500 that carries the request's id and no trace.
+`app` makes one `ErrorAnswers`, which Starlette's handlers and the gate use. A stream that has begun writes
+its error as an event, with `error_bytes` or `error_object`. A bug becomes a 500 that carries the request's id
+and no trace.
 """
 
 from __future__ import annotations
@@ -51,11 +52,15 @@ class ForbiddenError(PenstockError):
 
 
 class PasswordMissingError(AuthenticationError):
-    """A browser that sends its key as a password is to ask its user for it."""
+    """The key is missing or wrong where it may come as a password: a browser then asks its user for it."""
 
 
 def error_object(error: BaseException, request_id: str = "") -> ErrorObject:
-    """Return the wire form of any exception; of a foreign one it shows the id to look up in the log alone."""
+    """Return the wire form of any exception.
+
+    An exception that is not a `PenstockError` is not shown. Its client gets the request's id, under which the
+    log has the exception.
+    """
     if isinstance(error, PenstockError):
         return ErrorObject(
             message=printable(str(error)), type=error.error_type, param=error.param, code=error.code
@@ -92,18 +97,18 @@ class ErrorForm(Protocol):
     """The form in which one API writes errors.
 
     Attributes:
-        id_header: in which its clients look for a request's id, beside `x-request-id`; empty: in no other.
+        id_header: name of a header that carries the request's id besides `x-request-id`; empty: none does.
     """
 
     @property
     def id_header(self) -> bytes: ...
 
     def encode(self, error: ErrorObject, status: int, request_id: str) -> bytes:
-        """Return the body of an answer that is this error."""
+        """Return the body of the answer that reports this error."""
 
 
 class OpenAIErrors:
-    """The form of the OpenAI API, and of what no other API has."""
+    """The form of the OpenAI API, and of all paths that belong to no other API."""
 
     id_header = b""
 
@@ -115,7 +120,7 @@ class ErrorAnswers:
     """Answers requests that fail, each in the form of the API that its path belongs to; one for the server.
 
     Args:
-        forms: of a path and all paths below it.
+        forms: by path, the form of errors for that path and all paths below it.
     """
 
     def __init__(self, forms: Mapping[str, ErrorForm]) -> None:
@@ -151,7 +156,7 @@ class ErrorAnswers:
         return self._failed(request, error, error.code or type(error).__name__)
 
     async def _answer_bug(self, request: Request, error: Exception) -> Response:
-        """The gate writes the trace into the log; the client gets the id to ask for."""
+        """Answer with the request's id, by which an operator finds the trace that the gate logs."""
         return self._failed(request, error, "bug")
 
     def _failed(self, request: Request, error: Exception, code: str) -> Response:
@@ -160,7 +165,7 @@ class ErrorAnswers:
         return self.response(request.url.path, error, record.request_id)
 
     async def _answer_http_exception(self, request: Request, error: Exception) -> Response:
-        """404, 405 and their like, which the router raises."""
+        """Answer with a status that the router raises, such as 404 or 405."""
         assert isinstance(error, HTTPException)
         status, path = error.status_code, request.url.path
         shown = ErrorObject(

@@ -1,8 +1,8 @@
 """The outermost layer of the app: every request passes here before any route.
 
-It names the request, checks host, origin and key, tells browsers which pages may read the answer, sees to it
-that every failure becomes an error object, and writes the request's one log line. It knows nothing of routes:
-a path that does not exist asks for a key too.
+The gate gives the request its id, and checks its host, origin and key. It tells browsers which pages may read
+the answer, makes an error object of every failure, and writes the request's log line. It knows nothing of
+routes: a request for a path that does not exist needs a key too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ _SAFETY_HEADERS = [
 
 
 class Gate:
-    """An ASGI app around another."""
+    """The ASGI app around another one; see the module's docstring.
+
+    Args:
+        app: has the routes.
+        pages: the web pages of other origins that may read answers.
+        clock: monotonic seconds.
+    """
 
     def __init__(
         self,

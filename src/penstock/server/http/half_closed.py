@@ -1,9 +1,9 @@
 """Connections whose client has closed its sending side, and may still wait for the answers that are due.
 
-A client that has only said all it wants to say and one that has left look alike: both have sent an end. They
-differ when something is written, since the host of the one that has left resets the connection. So something
-is written at once: an interim answer, or, in an answer that has begun, what its route writes by `PROBE_KEY`.
-The connection is looked at until its last answer is out. Used by `http_protocol`.
+The client may wait, or may have left: in both cases it has closed its sending side. The difference shows when
+something is written, since the host of a client that has left resets the connection. So something is written
+at once: an interim answer or, if an answer has begun, what the function at `PROBE_KEY` writes. From then on
+the connection is checked for a reset until its last answer is sent. Used by `http_protocol`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import socket
 
-PROBE_KEY = "penstock.probe"  # in the scope of a request: writes what means nothing into its stream
-# Every client of HTTP/1.1 passes over it (RFC 9110, section 15.2); not all pass over the other interim ones.
+PROBE_KEY = "penstock.probe"  # in a request's ASGI scope: a function that writes a ping into its stream
+# Every client of HTTP/1.1 ignores this interim answer (RFC 9110, section 15.2); some stumble over others.
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
-_FIRST_LOOK_S, _LAST_LOOK_S = 0.01, 0.5  # times between two looks double
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.01, 0.5  # the time between two looks doubles from the first to the last
 
 
 class ResetWatch:
@@ -25,11 +25,11 @@ class ResetWatch:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, transport: asyncio.Transport) -> None:
-        """Look after the connection until it ends or `end` is called."""
+        """Check the connection again and again, until it ends or `end` is called."""
         self._look_in(transport, _FIRST_LOOK_S)
 
     def end(self) -> None:
-        """Look no more. Harmless where nothing was begun."""
+        """Check no more. Harmless without a `begin`."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -38,7 +38,7 @@ class ResetWatch:
         self._timer = self._loop.call_later(seconds, self._look, transport, seconds)
 
     def _look(self, transport: asyncio.Transport, seconds: float) -> None:
-        """The event loop does not report a reset to a connection that it has stopped reading."""
+        """Abort the connection if it was reset: the event loop has stopped reading, and does not notice."""
         if transport.is_closing():
             return
         if _is_reset(transport):

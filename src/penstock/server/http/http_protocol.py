@@ -5,17 +5,24 @@
 | 4,096 connections | 503 and close |
 | request line 8 KiB | 414 and close |
 | headers 16 KiB, 64 of them | 431 and close |
-| header time 10 s from the first byte | 408 and close |
-| 75 s without a byte of a body, or less than 1 KiB/s of it | 408 and close |
+| a head not complete 10 s after the connect, or after the first byte of a later request | 408 and close |
+| 75 s without a byte of a body, or a body that is 75 s behind a rate of 1 KiB/s | 408 and close |
 | 10 s from the connect without a byte; 75 s idle between requests | close |
-| bytes around a body (chunk extensions, trailers): 16 KiB and 16 for each of its own | 400, 431 and close |
+| bytes around a body (sizes of chunks, extensions): 16 KiB, and 16 for each byte of it | 400 and close |
+| trailers, added to the headers: 16 KiB | 431 and close |
 | 60 s in which a client takes nothing of what is written | close |
+| 16 requests that wait behind one another | close |
+| 64 MiB that are still sent of a body whose request is answered | close |
 
-Nothing is told to a client in the middle of an answer: there a bound of time only closes. A request has one
-`Host` (RFC 9112, section 3.2), or none in HTTP/1.0. A client that has closed its sending side gets the
-answers that are due (`half_closed`), and one of HTTP/1.0 no chunks (`unframed`).
+Here the *head* of a request is its request line with its headers. In the middle of an answer a client gets no
+refusal, since it would read it as a part of the answer: the connection is only closed. Refusals carry an
+OpenAI error object.
 
-Refusals carry an OpenAI error object. Given to uvicorn by `api_process`; knows nothing of routes.
+A request has one `Host` header (RFC 9112, section 3.2); in HTTP/1.0 it may have none. A client that has
+closed its sending side still gets the answers that are due (`half_closed`), except over TLS, and except in
+HTTP/1.0 before the answer begins. Answers to HTTP/1.0 have no chunks (`unframed`).
+
+`api_process` gives the protocol to uvicorn. It knows nothing of routes.
 """
 
 from __future__ import annotations
@@ -37,7 +44,7 @@ from penstock.server.http.unframed import UnframedSend
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """uvicorn makes one per connection; subclasses with other `limits` are made by `with_limits`."""
+    """The protocol of one connection, made by uvicorn; `with_limits` makes subclasses with other `limits`."""
 
     limits = ConnectionLimits()
 
@@ -53,15 +60,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._stall_timer: asyncio.TimerHandle | None = None
         self._in_head = True
         self._in_body = False
-        self._head_bytes = 0  # received since the head began, upper bound
-        self._header_bytes = 0
+        self._head_bytes = 0  # bytes received since the head began; may include bytes of a body before it
+        self._header_bytes = 0  # of headers and trailers
         self._body_began = 0.0  # loop time
-        self._body_bytes = 0  # without what stands around them
-        self._received_bytes = 0  # since the body began, all of them
-        self._discarded_bytes = 0
+        self._body_bytes = 0  # bytes of the body itself
+        self._received_bytes = 0  # bytes received since the body began, also those around it
+        self._discarded_bytes = 0  # bytes received of a body whose request is answered already
         self._refusal = 0  # status of a refusal that is due
         self._is_refused = False
-        self._running: RequestResponseCycle | None = None  # whose answer is written now, or was last
+        self._running: RequestResponseCycle | None = None  # the request whose answer was begun last
         self._reset_watch = ResetWatch(self.loop)
 
     # Connection
@@ -86,11 +93,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     @property
     def _due(self) -> RequestResponseCycle | None:
-        """The request whose answer the client expects next, if it expects any."""
+        """The request whose answer the client expects next; None if it expects no answer."""
         return None if self._running is None or self._running.response_complete else self._running
 
     def _disconnect_all(self) -> None:
-        """Let the routes of requests without an answer write nothing more; uvicorn stops the last one's."""
+        """Let the routes of all requests whose answer is due write nothing more.
+
+        When a connection is lost, uvicorn does so for the newest request alone.
+        """
         if self._due is not None:
             for cycle in (self._due, *(waiting for waiting, _ in self.pipeline)):
                 cycle.disconnected = True
@@ -102,11 +112,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         due = self._due
         if due is None or self._in_body or self._is_refused:
             return False
-        if not self.transport.can_write_eof():  # TLS has no half of an end
+        if not self.transport.can_write_eof():  # TLS: one side cannot be closed alone
             return False
         if due.response_started:
             due.scope.get(PROBE_KEY, _nothing)()  # type: ignore[operator]
-        elif due.scope["http_version"] in _OLD:  # it knows no interim answer, and may as well have left
+        elif due.scope["http_version"] in _OLD:  # no interim answer can show whether this client has left
             return False
         else:
             self.transport.write(INTERIM)
@@ -143,13 +153,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 self.transport.abort()
 
     def _check_unfinished_body(self) -> None:
-        """Extensions of chunks are swallowed by the parser, and no bound of bodies counts them."""
+        """Refuse a body with too many bytes around it; the parser drops them, so no other limit counts."""
         around = self._received_bytes - self._body_bytes
         if around > self.limits.max_header_bytes + _BYTES_AROUND_ONE * self._body_bytes:
             self.send_400_response("the body has too many framing bytes")
 
     def _check_unfinished_head(self) -> None:
-        """The parser keeps an unfinished header to itself, so what has come is counted here."""
+        """Note the refusal of a head that is too long already: the parser reports no unfinished header."""
         most = self.limits.max_request_line + self.limits.max_header_bytes
         if not self._refusal and self._head_bytes > most:
             self._refusal = 431 if self.headers else 414
@@ -167,7 +177,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refusal = 414
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # else a trailer: it must not pass for what was checked before the body
+        if self._in_head:  # else a trailer, which no route may take for a header: those were checked before
             super().on_header(name, value)
         self._header_bytes += len(name) + len(value) + 4
         too_long = self._header_bytes > self.limits.max_header_bytes
@@ -194,7 +204,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if len(self.pipeline) > self.limits.max_pipelined:
             self.transport.abort()
         elif self.pipeline:
-            self.flow.resume_reading()  # a client that left must be noticed
+            self.flow.resume_reading()  # uvicorn has stopped it; without it no client's leaving is noticed
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
@@ -238,8 +248,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if status == 503:
             self._disarm()
             self.transport.close()
-        else:  # closing on unread data would reset the connection under the answer
-            if self.transport.can_write_eof():  # TLS has no half of an end
+        else:  # to close with unread data would reset the connection, and the client might lose the answer
+            if self.transport.can_write_eof():  # TLS: one side cannot be closed alone
                 self.transport.write_eof()
             self._arm(_LINGER_S)
 
@@ -254,7 +264,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _time_is_up(self) -> None:
         self._timer = None
-        if self._in_body and self.flow.read_paused and not self._is_refused:  # it is we who do not read
+        if self._in_body and self.flow.read_paused and not self._is_refused:  # not the client's delay
             self._body_began = self.loop.time() - self._received_bytes / self.limits.min_body_rate
             self._arm(self.limits.body_timeout_s)
         elif self._may_tell_of_delay():
@@ -300,9 +310,9 @@ def _nothing() -> None:
     pass
 
 
-_OLD = frozenset({"0.9", "1.0"})  # versions without chunks, interim answers and a Host
-_LINGER_S = 2.0
-_BYTES_AROUND_ONE = 16  # of a body in chunks of one byte: its size and two line ends, with room for more
+_OLD = frozenset({"0.9", "1.0"})  # versions without chunks and interim answers; they need no Host
+_LINGER_S = 2.0  # for the client to read a refusal
+_BYTES_AROUND_ONE = 16  # a chunk of one byte has a size and two line ends around it; with room for more
 _REASONS = {
     400: "a request must have one Host header",
     408: "the request was not complete in time",

@@ -1,6 +1,7 @@
-"""The server's one-second tick: comments on silent streams, and proof that the event loop turns.
+"""The server's one-second tick: pings on silent streams, and proof that the event loop turns.
 
-One ticker serves all streams, so that a stream costs no timer. Tests call `tick` with a clock of their own.
+A ping is a comment, or an event that means nothing. One ticker serves all streams, so that a stream costs no
+timer. Tests call `tick` with a clock of their own.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ class PingableStream(Protocol):
     last_sent_at: float
 
     def ping(self) -> None:
-        """Send a comment now, unless something is being sent."""
+        """Send a ping now, unless something is being sent."""
 
 
 class KeepAlive:
-    """Sends comments on silent streams, and knows whether the event loop turns.
+    """Sends pings on silent streams, and knows whether the event loop turns.
 
     Args:
         clock: monotonic seconds.
-        interval_s: silence after which a comment is sent.
+        interval_s: seconds of silence after which a ping is sent.
     """
 
     def __init__(self, clock: Clock, interval_s: float = 15.0) -> None:
@@ -46,7 +47,7 @@ class KeepAlive:
 
     @property
     def loop_turns(self) -> bool:
-        """Whether the loop came round within the last seconds."""
+        """Whether the event loop has run the ticker within the last seconds."""
         return self._clock() - self._last_tick_at < STUCK_S + TICK_S
 
     def tick(self) -> None:

@@ -1,8 +1,8 @@
 """Which generating requests run, whether new ones are welcome, and the end of the server.
 
-One `Lifecycle` for the server. The generating routes ask `refuse_new` (by `generation.require_ready`) and
-enter the request at once; health asks for the state; `api_process` calls `drain` on a signal and `end_all` on
-the second. `Interruptible` lets others end a coroutine with a reason.
+The server has one `Lifecycle`. A generating route calls `refuse_new` (in `generation.require_ready`) and
+enters the request at once. `health` reads the state. `api_process` calls `drain` on the first signal and
+`end_all` on the second one. `Interruptible` lets others end a coroutine with a reason.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Interruptible:
     def interrupt(self, reason: PenstockError) -> None:
         """End the coroutine with `reason`, or keep it from starting.
 
-        Without effect when it has ended or was interrupted before.
+        This has no effect if the coroutine has ended or was interrupted before.
         """
         if self._reason is None:
             self._reason = reason
@@ -56,11 +56,17 @@ class Interruptible:
 
 
 class Lifecycle:
+    """The running generating requests, and whether new ones are accepted.
+
+    Attributes:
+        draining_since: Unix time from which on new requests are refused; None: they are accepted.
+    """
+
     def __init__(self) -> None:
         self._running: set[InterruptibleWork] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self.draining_since: float | None = None  # Unix time
+        self.draining_since: float | None = None
 
     @property
     def running(self) -> frozenset[InterruptibleWork]:
@@ -84,7 +90,7 @@ class Lifecycle:
             self._idle.set()
 
     def begin_drain(self) -> None:
-        """Refuse new work from now on; readiness is off."""
+        """Refuse new work from now on; `health` answers that the server is not ready."""
         if self.draining_since is None:
             self.draining_since = time.time()
 
@@ -98,7 +104,10 @@ class Lifecycle:
             )
 
     async def drain(self, timeout_s: float) -> int:
-        """Refuse new work, wait for what runs, then end the rest with an error; how many had to be ended."""
+        """Refuse new work, wait for running work, and end with an error what runs after `timeout_s`.
+
+        Returns how many requests were ended.
+        """
         self.begin_drain()
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
@@ -107,7 +116,7 @@ class Lifecycle:
         return 0
 
     def end_all(self) -> int:
-        """End what runs with an in-stream error, at once."""
+        """End all running work with an error at once, and return how many requests were ended."""
         reason = UnavailableError(
             "This server was shut down before the answer was complete.", code="shutting_down"
         )

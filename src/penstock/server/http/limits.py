@@ -1,11 +1,15 @@
 """The limits on what a client may send, for the model that is served, and the reading of bodies.
 
 Endpoints call `read_json`. A body is refused with 413 by its declared length before a byte of it is read, and
-by its true length while it is read. JSON is taken strictly: UTF-8 without a byte order mark, one value, no
-NaN, no lone surrogates, at most `max_json_depth` levels, no key twice in one object: of two values a proxy in
-front of the server may have checked the other one.
-`config.Limits` says what each bound means; those of request lines, headers, connections and time are
-`http_protocol`'s.
+by its true length while it is read. JSON is taken strictly:
+
+- UTF-8 without a byte order mark, and one value alone
+- no NaN and no lone surrogates
+- at most `max_json_depth` levels
+- no key twice in one object, since a proxy in front of the server may have checked the other value
+
+`config.limits.Limits` says what each bound means. `http_protocol` applies the bounds of request lines,
+headers, connections and time.
 """
 
 from __future__ import annotations
@@ -29,10 +33,10 @@ _NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteLimits:
-    """The bounds that follow from the model's context where nothing else is said."""
+    """The bounds in bytes. Those that are not set follow from the length of the model's context."""
 
     max_body: int
-    max_prompt: int  # lets through whatever could fit at 16 bytes a token
+    max_prompt: int  # if it is not set, 16 bytes for each token of the context
 
     @classmethod
     def resolve(cls, limits: Limits, max_model_len: int) -> ByteLimits:
@@ -45,10 +49,14 @@ class ByteLimits:
 async def read_json(request: Request, max_bytes: int, max_depth: int, workers: TextWorkers) -> dict[str, Any]:
     """Return the request's body as a JSON object.
 
+    Args:
+        workers: parse a long body beside the event loop.
+
     Raises:
-        TooLargeError: longer than `max_bytes`.
-        InvalidRequestError: compressed, not JSON, not an object, or too deep.
-        AbortedError: the client left before it had sent all.
+        TooLargeError: the body is longer than `max_bytes`.
+        InvalidRequestError: the body is compressed, is not strict JSON or not an object, or nests too deep.
+        OverloadedError: too many long texts wait for the workers.
+        AbortedError: the client left before it had sent the whole body.
     """
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
@@ -82,7 +90,7 @@ async def _read_body(request: Request, limit: int) -> bytes:
 
 
 def parse_json(body: bytes, max_depth: int) -> Any:
-    """Decode strictly; see the module's text for what is refused."""
+    """Return the value of a JSON text. Raises `InvalidRequestError`; the module's docstring says for what."""
     if not body:
         raise _bad_json("it is empty")
     try:
@@ -100,9 +108,13 @@ def parse_json(body: bytes, max_depth: int) -> Any:
 
 
 def _has_keys(value: Any, written: int) -> bool:
-    """Whether the objects in a decoded value have as many keys as its text, where a doubled key counts twice.
+    """Return whether all objects in a decoded value have as many keys together as its text.
 
-    Looks no further than the last key: most bodies have a flat object and in it long lists.
+    The text has more where an object has a key twice. The search ends at the last key, since most bodies are
+    a flat object with long lists in it.
+
+    Args:
+        written: number of keys in the text.
     """
     containers = [value]
     while written and containers:
@@ -132,7 +144,10 @@ def _doubled_key(body: bytes) -> str:
 
 
 def _within_depth(outside_strings: bytes, max_depth: int) -> bool:
-    """Peel the innermost brackets of valid JSON once per level; linear work per level, all of it in C."""
+    """Return whether valid JSON, without its strings, nests no deeper than `max_depth`.
+
+    Each level costs linear work, all of it in C: it removes the innermost brackets.
+    """
     skeleton = outside_strings.translate(None, _NOT_BRACKETS)
     for _ in range(max_depth):
         if not skeleton:

@@ -1,6 +1,6 @@
 """The guard that refuses new work while the host has hardly any memory left, so that running work can end.
 
-Asked by the generating routes (`generation.require_ready`) and by `health`.
+Used by the generating routes (`generation.require_ready`) and by `health`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from penstock.errors import UnavailableError
 from penstock.process.host_memory import host_available_bytes
 from penstock.server.http.keep_alive import Clock
 
-LOOK_S = 1.0  # between two looks
+LOOK_S = 1.0  # between two looks at the host's memory
 
 
 class MemoryGuard:
     """Knows whether the host has too little memory for new work.
 
     Args:
-        min_free_bytes: below, new work is refused; 0 refuses none.
-        available: bytes that the host can still give.
+        min_free_bytes: while the host has fewer bytes of free memory, new work is refused; 0: never.
+        clock: monotonic seconds.
+        available: returns how many bytes the host can still give.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class MemoryGuard:
 
     @property
     def shortage(self) -> str:
-        """Return what is short, or an empty text."""
+        """The words that say how much memory is missing; empty while there is enough."""
         now = self._clock()
         if now >= self._look_at:
             self._look_at = now + LOOK_S
@@ -52,7 +53,7 @@ class MemoryGuard:
     def _look(self) -> str:
         try:
             free = self._available() if self._min_free_bytes else 0
-        except OSError:  # a host that does not say
+        except OSError:  # this host does not report its memory: no work is refused
             return ""
         if free >= self._min_free_bytes:
             return ""

@@ -1,7 +1,7 @@
 """The names of the metrics of `/metrics`: ours, and with `--vllm-metric-names` vLLM's as well.
 
-Dashboards and autoscalers that were made for vLLM then find what they ask for; most names differ in the
-prefix alone.
+Dashboards and autoscalers that were made for vLLM then find the metrics that they read. Most of vLLM's names
+differ from ours in the prefix alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from prometheus_client.core import Metric
 PREFIX = "penstock_"
 VLLM_PREFIX = "vllm:"
 
-# Ours without the prefix, and vLLM's where it is another.
+# Our names without their prefix, each with vLLM's name without its prefix.
 _OF_VLLM = {
     name: name
     for name in (
@@ -43,7 +43,7 @@ _OF_VLLM = {
 
 
 def under_own_names(family: Metric) -> Iterable[Metric]:
-    """Give no other name: the null object of `under_vllm_names`."""
+    """Give the family under no other name: used in place of `under_vllm_names` where that is not wanted."""
     return ()
 
 

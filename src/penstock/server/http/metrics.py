@@ -1,7 +1,8 @@
-"""Prometheus metrics of `/metrics`: names are vLLM's under the prefix `penstock_`.
+"""Prometheus metrics of `/metrics`; those that vLLM has too bear its names, under the prefix `penstock_`.
 
-The core's numbers are read from its last message when a scrape comes; what the front sees itself is counted
-here, at the end of a request. Histograms are plain lists of counts, cheap enough for every token.
+The core's numbers are read from its last message when a scrape comes. The front counts what it sees itself
+here: requests when they end, and the time between tokens as they come. Histograms are plain lists of counts,
+cheap enough for every token.
 """
 
 from __future__ import annotations
@@ -40,7 +41,13 @@ _TOKENS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2,
 
 
 class Histogram:
-    """Counts of values by upper bound: seconds or tokens."""
+    """The counts of values by upper bound; the values are seconds or tokens.
+
+    Args:
+        name: the metric's name without the prefix.
+        text: what the metric is, for readers of `/metrics`.
+        bounds: upper bounds, ascending; values above the last one are counted too.
+    """
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
         self.name = name
@@ -70,7 +77,10 @@ class Histogram:
 
 
 class RequestHistograms:
-    """The histograms of what a request took, counted when it ends. Iterating gives them."""
+    """The histograms of times and tokens of requests that generated, counted when a request ends.
+
+    Iteration yields the histograms.
+    """
 
     def __init__(self) -> None:
         self.ttft = Histogram("time_to_first_token_seconds", "From request to first token.", _SHORT)
@@ -108,10 +118,14 @@ class RequestHistograms:
 
 
 class Metrics:
-    """A prometheus collector over the engine's status and the front's own counts.
+    """A prometheus collector of the engine's status and the front's own counts.
 
     Args:
-        renamed: gives for each family what it is called elsewhere too (`server.http.metric_names`).
+        renamed: returns a family of metrics again under other names (`server.http.metric_names`).
+
+    Attributes:
+        inter_token: times between tokens; `answers.generation` adds to it while requests run.
+        first_token: times from the request to its first token.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""One line per event: time, level, process, text, then `key=value`; or the same as JSON.
+"""The server's log: one line per event, with time, level, process, text and `key=value`, or the same as JSON.
 
-Never a prompt, an output or a key. Text that a client chose is escaped, so that it cannot forge a line.
+No line has a prompt, an output or a key. Text that a client chose is escaped, so that it cannot forge a line.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ def _timestamp() -> str:
 
 
 def escape(text: str) -> str:
-    """Return printable ASCII without quotes or blanks as it is; anything else as a JSON string."""
+    """Return a text of printable ASCII without blanks, quotes, `\\` and `=` as it is, any other in quotes.
+
+    In quotes, a character beyond printable ASCII becomes `\\u{…}` with its hexadecimal number. A text longer
+    than `MAX_VALUE_CHARACTERS` is cut.
+    """
     cut = text if len(text) <= MAX_VALUE_CHARACTERS else text[:MAX_VALUE_CHARACTERS] + "..."
     if cut and all("!" <= char <= "~" and char not in '"\\=' for char in cut):
         return cut
@@ -74,14 +78,14 @@ class RequestLog:
         self._write("WARNING", text, values)
 
     def bug(self, record: RequestRecord, error: BaseException) -> None:
-        """Log an exception that is our fault, with its trace in one line."""
+        """Log an exception that is a bug of the server, with the end of its trace, in one line."""
         trace = "".join(traceback.format_exception(error, limit=-8))
         pieces = [line.strip() for line in trace.splitlines() if line.strip()]
         values = {f"trace{i}": piece for i, piece in enumerate(pieces[-12:])}
         self._write("ERROR", "bug", {"id": record.request_id, **values})
 
     def request_end(self, record: RequestRecord, now: float) -> None:
-        """Log the one line of a request; health probes and scrapes that went well have none."""
+        """Log the line of a request, except for health probes, and for scrapes of metrics with status 200."""
         if record.path in OPEN_PATHS or (record.path == _SCRAPED_PATH and record.status == 200):
             return
         values: dict[str, Value] = {
@@ -102,7 +106,7 @@ class RequestLog:
 
 
 def _generation_values(record: RequestRecord) -> dict[str, Value]:
-    """Numbers of a request that generated; why it was refused, of one that did not."""
+    """Return the numbers of a request that generated, and the error code of one that failed."""
     values: dict[str, Value] = {}
     if record.generated:
         values = {

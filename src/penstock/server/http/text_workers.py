@@ -1,9 +1,9 @@
 """The workers for text that may take long (JSON, templates, tokenizing), kept off the event loop.
 
-Short text is done in place, since a change of threads costs more than the work. Long text of new requests
-goes to a small pool with a bounded number of waiting pieces; one more is answered 429. Answers that are done
-are written by a thread of their own: they never wait for new requests, nor are refused for them. Of these
-there are no more than requests run.
+Short text is handled in place, since a change of threads costs more than the work. Long text of new requests
+goes to a small pool of threads, up to a bounded number of texts at once; a further one is answered 429. Long
+answers are encoded by another thread, so that they neither wait for the text of new requests nor are refused.
+Their number needs no bound, since each belongs to a running request.
 """
 
 from __future__ import annotations
@@ -20,6 +20,14 @@ T = TypeVar("T")
 
 
 class TextWorkers:
+    """The threads for long text.
+
+    Args:
+        threads: number of threads for the text of new requests.
+        max_pending: long texts of new requests that are handled or wait at once.
+        inline_bytes: text up to this size is handled in place.
+    """
+
     def __init__(self, *, threads: int = 2, max_pending: int = 256, inline_bytes: int = 16 << 10) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="text")
         self._answers = ThreadPoolExecutor(1, thread_name_prefix="answers")
@@ -31,7 +39,7 @@ class TextWorkers:
         """Return the result of `work(*args)`, which handles about `size` bytes of a new request's text.
 
         Raises:
-            OverloadedError: too many wait.
+            OverloadedError: `max_pending` long texts are being handled or wait.
         """
         if size <= self._inline_bytes:
             return work(*args, **kwargs)
@@ -45,7 +53,7 @@ class TextWorkers:
             self._pending -= 1
 
     async def answer(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return the result of `work(*args)` for an answer; never refused."""
+        """Return the result of `work(*args)`, which encodes an answer of about `size` bytes; never refuse."""
         if size <= self._inline_bytes:
             return work(*args, **kwargs)
         loop = asyncio.get_running_loop()

@@ -1,18 +1,18 @@
 """Connections of an HTTPS server until their TLS handshake is over.
 
-The event loop's own way calls a protocol only after the handshake, so that nothing would count the
-connections that never finish it. Here they count from the first moment:
+The event loop by itself calls a protocol only after the handshake, so that nothing would count connections
+that never finish it. Here connections count from the first moment:
 
 | bound | what happens |
 | --- | --- |
-| `max_connections`, handshakes among them | a further one is closed, without a handshake |
-| `header_timeout_s` for a handshake, as for a head | close |
+| `max_connections`, those in their handshake included | a further connection is closed without a handshake |
+| `header_timeout_s` for a handshake, as for the headers of a request | close |
 | 2 s in which a client confirms the end of its connection | close |
 
-After the handshake `http_protocol` has the connection, with all of its bounds. What waits
-for a client is counted before its encryption: a client that takes less than 64 KiB in `write_timeout_s`,
-while more than 512 KiB wait, counts as one that takes nothing. A client that speaks plain HTTP gets no answer
-that it could read; the log says so. Used by `api_process`.
+After the handshake `http_protocol` has the connection, with all of its bounds. Bytes that wait to be sent are
+counted before their encryption. A client that takes less than 64 KiB in `write_timeout_s`, while more than
+512 KiB wait, therefore counts as one that takes nothing. A client that speaks plain HTTP gets no answer that
+it could read; the log says so. Used by `api_process`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from penstock.config.limits import ConnectionLimits
 from penstock.process.listening import BACKLOG
 
 _GOODBYE_S = 2.0  # in which a client confirms that its connection ends
-_PAUSE_S = 0.1  # after the system could not give a connection
+_PAUSE_S = 0.1  # after a connection could not be accepted
 
 
 class TlsListener:
     """Accepts connections and hands those whose handshake succeeds to a protocol.
 
     Args:
-        listener: bound; it begins to listen when this opens.
-        num_connections: that have their protocol.
-        make_protocol: for one connection.
+        listener: a bound socket; `open` makes it listen.
+        context: certificate and rules of TLS.
+        limits: bounds of connections.
+        num_connections: returns the number of connections whose handshake is over.
+        make_protocol: makes the protocol of one connection.
         on_plain_http: called with the address of a client that speaks HTTP without TLS.
     """
 
@@ -77,7 +79,7 @@ class TlsListener:
         while True:
             try:
                 connection, address = await loop.sock_accept(self._listener)
-            except OSError:  # it was reset while it waited, or there are no descriptors
+            except OSError:  # the connection was reset while it waited, or no file descriptor is free
                 await asyncio.sleep(_PAUSE_S)
                 continue
             if self.num_handshakes + self._num_connections() >= self._limits.max_connections:
@@ -96,7 +98,7 @@ class TlsListener:
                 ssl_handshake_timeout=self._limits.header_timeout_s,
                 ssl_shutdown_timeout=_GOODBYE_S,
             )
-        except OSError as error:  # not TLS, no common version, too slow, or gone: nobody waits for an answer
+        except OSError as error:  # not TLS, no common version, too slow, or reset: no client could read more
             if isinstance(error, ssl.SSLError) and error.reason == "HTTP_REQUEST":
                 self._on_plain_http(client)
             connection.close()

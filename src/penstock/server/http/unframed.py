@@ -1,7 +1,7 @@
 """Answers to clients of HTTP/1.0, which know no chunks: a stream ends where its connection does.
 
-uvicorn writes every answer without a length in chunks, whatever the client speaks (RFC 9112, section 6.1: not
-to HTTP/1.0). Used by `http_protocol`; builds on the private parts of uvicorn that
+uvicorn writes every answer without a length in chunks, also to clients of HTTP/1.0, which RFC 9112 (section
+6.1) forbids. Used by `http_protocol`. Relies on private parts of uvicorn, which
 `tests/unit/server/test_uvicorn.py` watches.
 """
 
@@ -17,7 +17,8 @@ class UnframedSend:
     """The `send` of one answer, without chunks.
 
     Args:
-        cycle: uvicorn's state of the request; it closes the connection behind the answer.
+        cycle: uvicorn's state of the request. Its `keep_alive` must be off, so that the connection ends after
+            the answer.
     """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
@@ -30,6 +31,6 @@ class UnframedSend:
             self._has_length = bool(header_value(message.get("headers", []), b"content-length"))
             if not self._has_length:
                 self._cycle.chunked_encoding = False
-        elif not self._has_length:  # each piece is as long as it is said to be
+        elif not self._has_length:  # uvicorn checks each piece against the length that it expects
             self._cycle.expected_content_length = len(message.get("body", b""))
         await self._send(message)  # type: ignore[arg-type]
