@@ -1,11 +1,13 @@
-"""The prompt at the beginning of a completion's text, and what the model thinks of its tokens.
+"""The prompt at the beginning of a completion's text, and the log-probabilities of its tokens.
 
-`POST /v1/completions` with `echo`. A prompt that came as text is echoed as it came; one of token ids, as the
-text of these. With log-probabilities the tokens of the prompt stand before those of the output, the first
-without a value, since nothing stands before it. `text_offset` says how many characters of the text are there
-before a token; one that only completes a character begins where that does, and hidden ones take no room.
+A client asks for it by `echo` in `POST /v1/completions`. A prompt that came as text is echoed as it came; a
+prompt of token ids is echoed as their text. With log-probabilities, the tokens of the prompt stand before
+those of the output. The first one has no value, since no token stands before it. `text_offset` says how many
+characters of the text stand before a token. A token that only completes a character has the offset of that
+character, and a hidden token has no characters.
 
-Called by `completions` for a whole answer, and by `sse` piece by piece, as the scores come.
+`completions` makes the echo, and writes it for a whole answer; `sse` writes it piece by piece, as the scores
+come.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class Echo:
     """The text and log-probabilities of one prompt, which stand before its output.
 
     Attributes:
-        num_top: likeliest tokens told at each position; None: no log-probabilities are wanted.
+        num_top: number of likeliest tokens reported at each position; None: no log-probabilities are wanted.
+        skips_special_tokens: whether special tokens of the prompt have no characters in `text`.
     """
 
     text: str
@@ -40,7 +43,8 @@ class Echo:
         """Make the echo of a prompt.
 
         Args:
-            prompt: as the client gave it.
+            prompt: the prompt as the client gave it.
+            token_ids: the ids of the prompt.
         """
         skips = sampling.skip_special_tokens
         if isinstance(prompt, str):
@@ -62,7 +66,7 @@ class Echo:
         """Return the log-probabilities of a whole answer: the prompt's, then those of the output.
 
         Args:
-            entries: of the prompt's tokens but the first.
+            entries: log-probabilities of all tokens of the prompt but the first.
         """
         if self.num_top is None or logprobs is None:
             return logprobs
@@ -82,7 +86,7 @@ class EchoWriter:
             end=len(echo.text),
             num_top=echo.num_top,
         )
-        self._num_told = 0  # tokens
+        self._num_told = 0  # tokens whose log-probabilities were returned
 
     @property
     def is_done(self) -> bool:

@@ -1,9 +1,9 @@
 """JSON of answers that may be long, made in steps that are short.
 
-A call that encodes keeps all other threads of the process waiting until it is done, so that the event loop
-waits for it even where it runs in another thread. A list of many entries is therefore encoded a few of them
-at a time (`encode_in_slices`), and what is encoded already is copied once, into the answer (`EncodedLists`).
-Called by the routes with whole answers, and by `responses_output`.
+While one call encodes, no other thread of the process runs: the event loop waits for it even if it runs in
+another thread. The entries of a long list are therefore encoded a few at a time (`encode_in_slices`), and
+entries that are encoded already are only copied into the answer (`EncodedLists`). Called by the routes with
+whole answers, and by `responses_output`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 import msgspec
 
 SLICE = 16  # entries of a list that are encoded at once: with 4,096 numbers each, some 5 ms
-_MAX_CHOICES = 256  # looked into one by one
+_MAX_CHOICES = 256  # the entries of a list of at most so many are searched for long lists
 _MARK = b"\0"  # around the number of a list; no JSON has this byte
 
 encode = msgspec.json.Encoder().encode
 
 
 class EncodedList:
-    """A JSON list that is put together of lists which are encoded already.
+    """A JSON list that is put together from lists which are encoded already.
 
     Args:
-        number: among the lists of one answer.
+        number: its number among the lists of one answer.
 
     Attributes:
         placeholder: stands for the list in what `EncodedLists` encodes.
@@ -46,7 +46,7 @@ class EncodedList:
 
 
 class EncodedLists:
-    """The lists of one answer, for whose placeholders they are put in."""
+    """The encoded lists of one answer, which take the place of their placeholders."""
 
     def __init__(self) -> None:
         self._lists: list[EncodedList] = []
@@ -69,7 +69,7 @@ class EncodedLists:
 
 
 def encode_in_slices(answer: msgspec.Struct) -> bytes:
-    """Return the answer as JSON. Long lists of it and of its choices are encoded a few entries at a time."""
+    """Return the answer as JSON. Long lists in it and in its choices are encoded a few entries at a time."""
     fields = {name: _choices_in_slices(getattr(answer, name)) for name in answer.__struct_fields__}
     return encode(msgspec.structs.replace(answer, **fields))
 

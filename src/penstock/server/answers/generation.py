@@ -1,10 +1,13 @@
 """One HTTP request's sequences from start to end: streamed or as a whole.
 
 A route makes a `GenerationJob` and returns a `StreamedResponse` or a `WholeResponse`; running that response
-adds the sequences to the engine, follows them, and watches the connection. Whatever ends it (the finish, an
-error, a client that leaves, the server's shutdown), the sequences are cancelled in the engine before it
-returns. The route's text shapes are `sse`'s and the job's `make_body`. The route enters the response into the
-lifecycle, so that no time passes between its acceptance and its count; the response leaves by itself.
+adds the sequences to the engine, follows them, and watches the connection. Whatever ends the response (the
+end of its sequences, an error, a client that leaves, the server's shutdown), the sequences are cancelled in
+the engine before it returns. The job's `make_body` writes the body of a whole answer, and an `EventText` the
+events of a stream, each in the shape of its route.
+
+`routes.intake` enters the response into the lifecycle as soon as the response is made, so that no request is
+running without being counted. The response leaves the lifecycle by itself.
 """
 
 from __future__ import annotations
@@ -41,15 +44,15 @@ _LONG_EVENTS = 64 << 10  # bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequence:
-    """One prompt and how to go on from it, `sampling.n` times."""
+    """A prompt, and how its `sampling.n` continuations are sampled; each is a choice of the answer."""
 
     prompt_token_ids: list[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    echo: Echo | None = None  # at the beginning of its text
+    echo: Echo | None = None  # the prompt at the beginning of each choice's text
 
 
 def choices_of(sequences: Iterable[Sequence]) -> list[Sequence]:
-    """Return the sequence of each choice: `n` for each entry, one after the other."""
+    """Return the `Sequence` of each choice: each entry `n` times, one after the other."""
     return [sequence for sequence in sequences for _ in range(sequence.sampling.n)]
 
 
@@ -57,8 +60,10 @@ def choices_of(sequences: Iterable[Sequence]) -> list[Sequence]:
 class GenerationJob:
     """The work that one request asks for.
 
-    `make_body` turns the finished sequences into a whole answer's bytes, beside the event loop where it takes
-    long.
+    Attributes:
+        headers: headers of the answer besides the usual ones.
+        make_body: makes the body of a whole answer from the output of each choice; beside the event loop if
+            that takes long.
     """
 
     sequences: list[Sequence]
@@ -69,7 +74,7 @@ class GenerationJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationContext:
-    """The parts with which every generating response works; one for the server."""
+    """The objects that every generating response uses; there is one of each for the server."""
 
     engine: EngineLike
     lifecycle: Lifecycle
@@ -85,37 +90,43 @@ class EventWriter(Protocol):
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """The tokens of its reasoning so far; None where they are not counted."""
+        """The number of tokens of the choice's reasoning so far; None if they are not counted."""
 
     def opening(self) -> bytes:
-        """Return the bytes before all else, once; for streams that ping before their first token."""
+        """Return the events that come before all others, at the first call; later calls return nothing.
+
+        `chunk` does so itself; only a stream that pings before its first token calls this.
+        """
 
     def chunk(self, delta: TextDelta) -> Iterable[bytes]:
-        """Return the events for a delta, in pieces that are sent alone; a piece has whole events, or none."""
+        """Return the events for a delta in pieces, which are sent one by one.
+
+        A piece has whole events, or is empty.
+        """
 
 
 class EventText(Protocol):
     """The bytes of one event stream, in the shape of its route.
 
     Attributes:
-        ping: what stands there while nothing else has come for long.
+        ping: the bytes that are sent when nothing else was sent for long.
     """
 
     @property
     def ping(self) -> bytes: ...
     @property
     def writers(self) -> list[EventWriter]:
-        """One for each choice."""
+        """The writer of each choice."""
 
     def end(self, usage: Usage) -> bytes:
-        """Return the bytes behind all choices."""
+        """Return the bytes that end the stream after all choices have ended."""
 
     def failure(self, error: Exception, request_id: str) -> bytes:
-        """Return the bytes that stand there instead, after a failure."""
+        """Return the bytes that end the stream after a failure."""
 
 
 class GenerationResponse(Response):
-    """Runs the job; subclasses say how the answer is written."""
+    """The response that runs a job; subclasses say how the answer is written."""
 
     def __init__(self, job: GenerationJob, context: GenerationContext) -> None:
         self.status_code = 200
@@ -155,14 +166,14 @@ class GenerationResponse(Response):
         raise NotImplementedError
 
     async def _send_whole(self, send: Send, outcomes: list[TextDelta]) -> None:
-        """Answer with one body, made of what the sequences have come to."""
+        """Answer with one body, made of the whole output of each sequence."""
         body = await self._job.make_body(outcomes, self._usage())
         response = json_response(body, headers=self._job.headers)
         await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": body})
 
     async def _fail(self, error: Exception, send: Send) -> None:
-        """Report the failure to the client; by raising while no byte of an answer is out."""
+        """Report the failure to the client: raise the error if no byte of the answer has been sent."""
         raise error
 
     def _add_sequences(self) -> None:
@@ -174,7 +185,10 @@ class GenerationResponse(Response):
         record.prompt_tokens = sum(len(sequence.prompt_token_ids) for sequence in self._job.sequences)
 
     async def _next(self, stream: RequestStream) -> TextDelta:
-        """The stream's next delta, timed. An engine that gives a sequence up is an error, never a finish."""
+        """Return the stream's next delta, and note when its tokens came.
+
+        Raises `StageLostError` if the engine has given the sequence up, which is never shown as a finish.
+        """
         delta = await stream.next()
         if delta.token_ids:
             self._note_tokens()
@@ -244,13 +258,14 @@ class WholeResponse(GenerationResponse):
 
 
 class StreamedResponse(GenerationResponse):
-    """Sends chunks as they come.
+    """The response that sends events as they come.
 
-    The head of the answer goes out with the first chunk or the first ping, so that a request which fails
-    before has a status code of its own.
+    Its status and headers go out with the first event or the first ping, so that a request that fails before
+    has the status code of its error.
 
     Args:
-        outlet: where they go.
+        text: writes the events.
+        outlet: where the events go.
     """
 
     def __init__(
@@ -262,7 +277,7 @@ class StreamedResponse(GenerationResponse):
         self._writers = text.writers
         self._is_started = False
         self._is_followed = False
-        self._sending = asyncio.Lock()  # one piece at a time, so that the head and the role chunks are first
+        self._sending = asyncio.Lock()  # one piece at a time, so that headers and opening events come first
         self._pings: set[asyncio.Task[None]] = set()
         self._send: Send
         self.last_sent_at = context.clock()
@@ -287,14 +302,14 @@ class StreamedResponse(GenerationResponse):
         await self._write(self._text.end(counted), more=False)
 
     async def _follow(self, stream: RequestStream, writer: EventWriter) -> TextDelta:
-        """Send one sequence's chunks; its last delta."""
+        """Send the events of one sequence, and return its last delta."""
         while True:
             delta = await self._next(stream)
             for events in writer.chunk(delta):
                 if events:
                     await self._write(events)
                 if len(events) > _LONG_EVENTS:
-                    await asyncio.sleep(0)  # others have their turn before the next piece is made
+                    await asyncio.sleep(0)  # other tasks have their turn before the next piece is made
             if delta.finish_reason is not None:
                 return delta
 
@@ -321,7 +336,10 @@ class StreamedResponse(GenerationResponse):
             task.add_done_callback(self._pings.discard)
 
     async def _write_ping(self) -> None:
-        """Never cancelled: what it has taken from the writers must go out before anything else does."""
+        """Send a ping, after the opening events if nothing was sent yet.
+
+        The task is never cancelled: opening events that it has taken must be sent before anything else.
+        """
         async with self._sending:
             if self._is_followed:
                 opening = b"" if self._is_started else b"".join(writer.opening() for writer in self._writers)
@@ -336,7 +354,10 @@ class StreamedResponse(GenerationResponse):
 
 
 async def all_of(works: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of the coroutines, in order. One runs in this task; a failure ends the others."""
+    """Return the results of the coroutines, in order; a failure ends the others.
+
+    A single coroutine runs in this task, several in tasks of their own.
+    """
     if len(works) == 1:
         return [await works[0]]
     try:
@@ -353,7 +374,7 @@ def _finish_reason(finishes: list[TextDelta]) -> str:
 
 
 def with_reasoning_tokens(usage: Usage, counts: list[int | None]) -> Usage:
-    """Return the usage with the tokens of each choice's reasoning, where they could be counted."""
+    """Return the usage with the reasoning tokens of all choices together, as far as they could be counted."""
     known = [count for count in counts if count is not None]
     if not known:
         return usage

@@ -1,14 +1,18 @@
-"""The parts of an answer of `/v1/messages`, as it comes: blocks, and the events that tell of them.
+"""The parts of an answer of `/v1/messages`, as it comes: blocks, and the events that report them.
 
-A block is a text, what the model thought, or a call of a tool. Grammar of a stream: `message_start`; for
-each block `content_block_start`, its `content_block_delta`s, `content_block_stop`; then `message_delta` with
-the stop reason and the usage, and `message_stop`. A `ping` follows the first `content_block_start`, and may
-stand anywhere. After a failure there is an `error` in place of the rest. A whole answer is what the events
-come to, so that both forms say the same.
+A *block* here is a part of the answer: a text, reasoning (`thinking`), or a call of a tool. A stream has
 
-A call goes out when all of it is there, in one delta: a client may run what it has of a call, and so never
-gets one that breaks off or is not sound. Such a call is text, with its markers. An answer of nothing is one
-empty text. The signature of reasoning is a digest of it, which is never checked.
+- `message_start`
+- for each block `content_block_start`, its `content_block_delta`s and `content_block_stop`
+- `message_delta` with the stop reason and the usage, and `message_stop`; after a failure, wherever it
+  happens, an `error` instead
+
+A `ping` follows the first `content_block_start`, and may stand anywhere. A whole answer has the blocks that
+the events add up to, so that both forms say the same.
+
+A call is sent in one delta, when it is complete. A client may run a call as soon as it has some of it, so it
+never gets one that breaks off or is not sound: that becomes text, with the call's markers. An empty answer is
+one empty text. The signature of reasoning is a digest of its text, which is never checked.
 """
 
 from __future__ import annotations
@@ -44,10 +48,10 @@ MESSAGE_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
 class _OpenText:
-    """A text, or what the model thought, that is not complete.
+    """A block of text or reasoning that is not complete.
 
     Args:
-        kind: `text` or `thinking`: of the block, and of what its deltas have.
+        kind: `text` or `thinking`: the type of the block, and the name of the field that its deltas have.
     """
 
     def __init__(self, kind: str) -> None:
@@ -59,7 +63,7 @@ class _OpenText:
         return {"type": "text", "text": ""} if self.kind == "text" else _begun_thinking()
 
     def add(self, text: str) -> Event:
-        """Return the delta of some more text."""
+        """Add text, and return the delta for it."""
         self._texts.append(text)
         return {"type": f"{self.kind}_delta", self.kind: text}
 
@@ -90,13 +94,13 @@ class MessageOutput:
     """The blocks of one answer.
 
     Args:
-        reader: of its text.
-        fills_context: its tokens are bounded by the context, and not by what the client asked for.
+        reader: splits the answer's text.
+        fills_context: the answer may fill the context, since the client has asked for more tokens than fit.
 
     Attributes:
-        blocks: those that are complete.
-        stop_reason: why it has ended, once it has.
-        stop_sequence: the stop sequence that ended it, if one did.
+        blocks: the blocks that are complete.
+        stop_reason: why the answer has ended; None before.
+        stop_sequence: the stop sequence that ended the answer; None if another reason did.
     """
 
     def __init__(self, reader: MessageReader, *, fills_context: bool) -> None:
@@ -106,15 +110,15 @@ class MessageOutput:
         self._reader = reader
         self._fills_context = fills_context
         self._open: _OpenText | None = None
-        self._call: list[str] = []  # its name and arguments, until it is complete
-        self._given_id = ""  # that the model gave it
+        self._call: list[str] = []  # name and arguments of a call that is not complete
+        self._given_id = ""  # the id that the model gave this call
 
     @property
     def reasoning_tokens(self) -> int | None:
         return self._reader.reasoning_tokens
 
     def take(self, delta: TextDelta) -> list[Event]:
-        """Return the events of what the delta brings. The last one completes all blocks."""
+        """Return the events for a delta. The last delta completes all blocks."""
         reason = delta.finish_reason
         self._reader.note_tokens(delta.token_ids)
         events: list[Event] = []
@@ -199,7 +203,7 @@ class MessageOutput:
 
 
 def message_usage(usage: Usage) -> MessageUsage:
-    """Return the usage as this API tells it: without what was cached among the input."""
+    """Return the usage in this API's form, whose input tokens do not include the cached ones."""
     cached = usage.prompt_tokens_details.cached_tokens
     details = usage.completion_tokens_details
     thought = msgspec.UNSET if details is msgspec.UNSET else details.reasoning_tokens
@@ -225,7 +229,7 @@ def whole_answer(begun: MessageObject, output: MessageOutput, usage: Usage) -> M
 
 
 class MessageText:
-    """The event stream of one message; its own only writer.
+    """The event stream of one message, and the writer of its only choice.
 
     Args:
         begun: the message as it stands at the beginning.
@@ -245,7 +249,7 @@ class MessageText:
         return self._output.reasoning_tokens
 
     def opening(self) -> bytes:
-        """Return that the message is begun, once."""
+        """Return the event that begins the message, at the first call; later calls return nothing."""
         if self._is_opened:
             return b""
         self._is_opened = True
@@ -261,14 +265,14 @@ class MessageText:
                 yield MESSAGE_PING
 
     def end(self, usage: Usage) -> bytes:
-        """Return the events behind all blocks."""
+        """Return the events that follow all blocks."""
         output = self._output
         ended = {"stop_reason": output.stop_reason, "stop_sequence": output.stop_sequence}
         last = {"type": "message_delta", "delta": ended, "usage": message_usage(usage)}
         return _written(last) + _written({"type": "message_stop"})
 
     def failure(self, error: Exception, request_id: str) -> bytes:
-        """Return the error, in the form of one that comes before any event."""
+        """Return an event with the error; its data are what the body of an error's answer would be."""
         shown = error_object(error, request_id)
         body = MessagesErrors().encode(shown, status_of(error), request_id)
         return b"".join((b"event: error\ndata: ", body, b"\n\n"))

@@ -1,9 +1,12 @@
 """Streams of chunks, and the chunks of a choice whose text is read for reasoning and calls of tools.
 
-In those there are, beside content, deltas of `reasoning_content` and of `tool_calls`. The first delta of a
-call has its index, id, type and name, and no arguments; further ones have the index and more of the
-arguments. Each chunk has one kind of delta, and of one call. What a token brought may be several chunks, or
-none: its log-probability and id are in the first, or in one without text.
+A *chunk* here is the JSON object of one event, as in the OpenAI API. A choice that is read so has, besides
+content, deltas of `reasoning_content` and of `tool_calls`. The first delta of a call has its index, id, type
+and name, and no arguments; later ones have the index and more of the arguments. Each chunk has a delta of one
+kind and of at most one call.
+
+The tokens that come at once may make several chunks, or none. If their log-probabilities and ids are wanted,
+these are in the first of the chunks, or in a chunk without text.
 """
 
 from __future__ import annotations
@@ -33,7 +36,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 class MessageWriter:
-    """A writer that is used in place of a `ChunkWriter`, with the same methods."""
+    """Writes the chunks of one choice whose text is split into content, reasoning and calls.
+
+    Args:
+        writer: puts each delta into a chunk.
+        reader: splits the text.
+    """
 
     def __init__(self, writer: ChunkWriter, reader: MessageReader) -> None:
         self._writer = writer
@@ -47,7 +55,7 @@ class MessageWriter:
         return self._writer.opening()
 
     def chunk(self, delta: TextDelta) -> tuple[bytes]:
-        """Return the events for a delta: none, one, or more; may be empty."""
+        """Return the events for a delta, in one piece, which may be empty."""
         reason = delta.finish_reason
         self._writer.count(delta)
         self._reader.note_tokens(delta.token_ids)
@@ -78,11 +86,11 @@ class MessageWriter:
 
 
 class ChunkText:
-    """A whole stream of chunks.
+    """The bytes of a whole stream of chunks.
 
     Args:
-        form: what all of its choices share.
-        prompts: what each choice goes on from.
+        form: what all choices of the response have in common.
+        prompts: the prompt of each choice.
     """
 
     ping = PING
@@ -92,11 +100,11 @@ class ChunkText:
         self.writers = [_writer(form, index, prompt) for index, prompt in enumerate(prompts)]
 
     def end(self, usage: Usage) -> bytes:
-        """Return the usage where it was asked for, and the end."""
+        """Return a chunk with the usage, if it was asked for, and the end of the stream."""
         return (usage_chunk(self._form, usage) if self._form.include_usage else b"") + DONE
 
     def failure(self, error: Exception, request_id: str) -> bytes:
-        """Return the error; the end is left out."""
+        """Return an event with the error; `[DONE]` is left out."""
         return error_event(error_bytes(error, request_id))
 
 

@@ -11,14 +11,14 @@ Respond = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Outlet(Protocol):
-    """The outlet between a streamed answer and its connection."""
+    """The way of a streamed answer's bytes to its connection."""
 
     async def carry(self, respond: Respond, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run a response to its end."""
+        """Run a response to its end, and bring what it sends to the connection of `receive` and `send`."""
 
 
 class _Direct:
-    """The answer writes to its connection, and ends with it."""
+    """Lets the answer write to its connection, and end with it."""
 
     async def carry(self, respond: Respond, scope: Scope, receive: Receive, send: Send) -> None:
         await respond(scope, receive, send)

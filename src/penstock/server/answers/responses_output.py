@@ -1,13 +1,17 @@
-"""The parts of an answer of `/v1/responses`, as it comes: items, and the events that tell of them.
+"""The parts of an answer of `/v1/responses`, as it comes: items, and the events that report them.
 
-An item is a message, what the model thought, or a call of a function or custom tool. Grammar of a stream:
-`response.created`, `response.in_progress`; for each item `response.output_item.added`, its parts and deltas,
-`response.output_item.done`; then `response.completed` or `response.incomplete`, and `[DONE]`. After a failure
-`error` and `response.failed`, without `[DONE]`. Every event has a `sequence_number`; `: ping` may stand
-anywhere. A whole answer is the last event's `response`, so that both forms say the same.
+An item is a message, reasoning, or a call of a function or custom tool. A stream has
 
-Log-probabilities are those of a message's text (`text_logprobs`). They stand in the delta that they come
-with, and all of a message's in the three events that complete it and in the last one: they are encoded once,
+- `response.created` and `response.in_progress`
+- for each item `response.output_item.added`, its parts and deltas, and `response.output_item.done`
+- `response.completed` or `response.incomplete`, and then `[DONE]`; after a failure, wherever it happens,
+  `error` and `response.failed` instead, without `[DONE]`
+
+Every event has a `sequence_number`; `: ping` may stand anywhere. A whole answer is the `response` that the
+last event would have, so that both forms say the same.
+
+Log-probabilities are given for the text of messages (`text_logprobs`). Each delta has those of its tokens.
+The three events that complete a message, and the last event, have all of the message: they are encoded once,
 and copied from then on. Events are encoded one by one, as they are sent.
 """
 
@@ -51,15 +55,15 @@ Event = dict[str, Any]
 
 
 class _OpenItem:
-    """An item that is not complete. Its events lack their place, which `Output` adds.
+    """An item that is not complete. Its events lack index and id of the item, which `Output` adds.
 
     Attributes:
-        kind: of the pieces that it is made of.
+        kind: kind of the pieces that the item is made of (`tokenizer.pieces`).
     """
 
     kind: ClassVar[str]
-    _prefix: ClassVar[str]
-    _events: ClassVar[str]  # begin so
+    _prefix: ClassVar[str]  # of the item's id
+    _events: ClassVar[str]  # the beginning of its events' types
 
     def __init__(self, unique: str) -> None:
         self.id = f"{self._prefix}_{unique}"
@@ -71,20 +75,20 @@ class _OpenItem:
         return "".join(self._texts)
 
     def add(self, text: str, logprobs: list[ChatTokenLogprob]) -> list[Event]:
-        """The events of some more text."""
+        """Add text, and return the events for it."""
         self._texts.append(text)
         return [{"type": f"{self._events}.delta", "delta": text}]
 
     def begin(self) -> list[Event]:
-        """The events behind its `output_item.added`."""
+        """Return the events that follow its `output_item.added`."""
         return []
 
     def end(self) -> list[Event]:
-        """The events before its `output_item.done`."""
+        """Return the events before its `output_item.done`."""
         raise NotImplementedError
 
     def item(self, status: Status) -> OutputItem:
-        """What it is; in progress: as it began."""
+        """Return the item as it is now; for the status `in_progress`, as it began."""
         raise NotImplementedError
 
 
@@ -117,7 +121,7 @@ class _OpenMessage(_OpenItem):
 
     @property
     def _part(self) -> OutputText:
-        """All of it, when nothing is added any more."""
+        """The whole text with its log-probabilities; used when nothing is added any more."""
         return OutputText(text=self.text, logprobs=self._logprobs.placeholder)
 
 
@@ -161,7 +165,7 @@ class _OpenCall(_OpenItem):
 
 
 class _OpenCustomCall(_OpenCall):
-    """A call of a custom tool. Its text stands within arguments, and goes out when these are complete."""
+    """A call of a custom tool, whose text is sent when the arguments that it stands in are complete."""
 
     _prefix = "ctc"
     _events = "response.custom_tool_call_input"
@@ -191,13 +195,15 @@ class Output:
     """The items of one response.
 
     Args:
-        unique: what its id ends with; those of its items have it too.
-        logprobs: of its tokens.
+        unique: the end of the response's id, which the ids of its items have too.
+        reader: splits the text.
+        logprobs: log-probabilities of the response's tokens.
         customs: names of the custom tools.
 
     Attributes:
-        items: those that are complete.
+        items: the items that are complete.
         lists: log-probabilities of messages; events and items have placeholders for them.
+        finish_reason: why the response has ended; None before.
     """
 
     def __init__(
@@ -221,7 +227,7 @@ class Output:
         return self._reader.reasoning_tokens
 
     def take(self, delta: TextDelta) -> list[Event]:
-        """Return the events that the delta brings. The last one completes all items."""
+        """Return the events for a delta. The last delta completes all items."""
         reason = delta.finish_reason
         self._reader.note_tokens(delta.token_ids)
         self._logprobs.add(delta.token_ids, delta.logprobs or [])
@@ -267,8 +273,11 @@ class Output:
 
     @property
     def _is_cut(self) -> bool:
-        """Whether more tokens might have been of the open item. A call that is open has all of its arguments:
-        one that breaks off is closed as such."""
+        """Whether more tokens could have continued the open item.
+
+        That is never so for a call. A call that is still open at the end has all of its arguments, since one
+        that breaks off is closed before, as incomplete.
+        """
         kind = None if self._open is None else self._open.kind
         return kind == "content" or (kind == "reasoning" and self._reader.is_thinking)
 
@@ -329,7 +338,7 @@ def finished(response: ResponseObject, output: Output, usage: Usage) -> Response
 
 
 class ResponseText:
-    """The event stream of one response; its own only writer.
+    """The event stream of one response, and the writer of its only choice.
 
     Args:
         response: the response as it stands at the beginning.
@@ -349,7 +358,7 @@ class ResponseText:
         return self._output.reasoning_tokens
 
     def opening(self) -> bytes:
-        """Return the events that begin the response, once."""
+        """Return the events that begin the response, at the first call; later calls return nothing."""
         if self._is_opened:
             return b""
         self._is_opened = True
@@ -363,12 +372,12 @@ class ResponseText:
             yield self._written(event)
 
     def end(self, usage: Usage) -> bytes:
-        """Return the event with all of the response."""
+        """Return the event with the whole response, and the end of the stream."""
         response = finished(self._asked, self._output, usage)
         return self._written({"type": f"response.{response.status}", "response": response}) + DONE
 
     def failure(self, error: Exception, request_id: str) -> bytes:
-        """Return the error, for clients that raise it and for those that look at responses."""
+        """Return `error`, for clients that raise it, and `response.failed`, for those that read responses."""
         shown = error_object(error, request_id)
         failed = msgspec.structs.replace(
             self._asked,

@@ -3,11 +3,13 @@
     request ──▶ response ──events──▶ kept stream ──▶ reader: the connection that has asked
                                           └────────▶ reader: one that resumes behind the last event it has
 
-Only for requests that ask for it by the header `x-penstock-resumable`; all others write to their connection
-(`outlet.DIRECT`). Each event has a number, which it bears as its `id`. A stream is found by the id of its
-request and the key that the request had. While nobody reads it goes on for `PATIENCE_S`, and then ends as if
-its client had left; once it has ended it is kept for `KEPT_S`. Beyond `MAX_STREAM_BYTES` its oldest events
-are forgotten.
+A stream is kept only if its request asks for it by the header `x-penstock-resumable`. All other answers are
+written to their connection alone (`outlet.DIRECT`). Each event has a number, which it carries as its `id`;
+comments have none. A stream is found by the id of its request and the key that the request had.
+
+- An answer that nobody reads continues for `PATIENCE_S`, and then ends as if its client had left.
+- A stream is kept for `KEPT_S` after the end of its answer.
+- Beyond `MAX_STREAM_BYTES` the oldest events of a stream are forgotten.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ Sleep = Callable[[float], Awaitable[None]]
 
 
 class EventsGoneError(PenstockError):
-    """The events behind the one that a client names are not kept any more."""
+    """Some of the events after the one that a client names are no longer kept."""
 
     http_status = 410
     error_type = "invalid_request_error"
@@ -48,14 +50,23 @@ class EventsGoneError(PenstockError):
 
 
 class StreamName(NamedTuple):
-    """The name that a client needs to come back: the id of the request, and its key."""
+    """The name under which a stream is kept.
+
+    Attributes:
+        key: a digest of the key that the request had.
+    """
 
     key: bytes
     request_id: str
 
 
 class _Bell:
-    """Wakes all who wait for it. `next`: set when it rings next; taken before one looks whether to wait."""
+    """Wakes all tasks that wait for it, again and again.
+
+    Attributes:
+        next: is set when the bell rings next. A task takes it before it checks whether it must wait, so that
+            it misses no ring.
+    """
 
     def __init__(self) -> None:
         self.next = asyncio.Event()
@@ -66,7 +77,12 @@ class _Bell:
 
 
 class _Reader:
-    """A connection that reads along. `last`: the number of the last event that it has."""
+    """A connection that reads the stream.
+
+    Attributes:
+        last: the number of the last event that was sent to it.
+        num_comments: number of comments of the stream when something was last sent to it.
+    """
 
     def __init__(self, last: int) -> None:
         self.last = last
@@ -88,9 +104,9 @@ class KeptStream:
         self._events: deque[bytes] = deque()
         self._num_bytes = 0
         self._last = 0  # the number of the newest event
-        self._comment, self._num_comments = b"", 0
+        self._comment, self._num_comments = b"", 0  # the newest comment, and how many there were
         self._readers: set[_Reader] = set()
-        self._left_at = clock()  # when the last reader has left
+        self._left_at = clock()  # when the last reader left; at first, when the stream was made
         self._is_stopped = False
         self._news, self._progress, self._readers_changed = _Bell(), _Bell(), _Bell()
         self.ended_at: float | None = None
@@ -102,7 +118,7 @@ class KeptStream:
     # The side of the answer
 
     async def send(self, message: Message) -> None:
-        """Keep what the response sends, and wait for readers that are far behind."""
+        """Keep what the response sends, and wait while a reader is more than `MAX_LAG` events behind."""
         if message["type"] == "http.response.start":
             self._head = message
         else:
@@ -113,7 +129,7 @@ class KeptStream:
             await self._progress.next.wait()
 
     async def receive(self) -> Message:
-        """Return when nobody has read for long, or the stream was stopped: the client has left."""
+        """Report that the client has left, once nobody has read for `PATIENCE_S` or `stop` was called."""
         while not self._is_stopped:
             changed = self._readers_changed.next
             if self._readers:
@@ -126,7 +142,7 @@ class KeptStream:
         return {"type": "http.disconnect"}
 
     def end(self) -> None:
-        """End the stream: nothing comes any more."""
+        """End the stream: the answer sends nothing more."""
         self.ended_at = self._clock()
         self._news.ring()
 
@@ -148,7 +164,7 @@ class KeptStream:
     # The side of the readers
 
     def require(self, last: int) -> None:
-        """Raise `PenstockError` if the events behind this one are not all kept, or it has not been sent."""
+        """Raise `PenstockError` unless event `last` exists, or is 0, and all events after it are kept."""
         first = self._last - len(self._events) + 1
         if last + 1 < first:
             raise EventsGoneError(
@@ -159,10 +175,11 @@ class KeptStream:
             raise NotFoundError(f"This answer has {self._last} events so far.", code="stream_not_found")
 
     async def read(self, last: int, receive: Receive, send: Send, *, is_first: bool = False) -> None:
-        """Send a client the events behind one, until the end or until the client leaves.
+        """Send a client the events after one, until the stream ends or the client leaves.
 
         Args:
-            is_first: the client is the one that has asked: it gets the head of the answer as it is.
+            last: number of the event after which the client reads on; 0: it reads all.
+            is_first: the connection is that of the request itself, and gets the answer's own headers.
         """
         reader = _Reader(last)
         reader.num_comments = self._num_comments
@@ -196,7 +213,10 @@ class KeptStream:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _piece(self, reader: _Reader) -> bytes:
-        """Return what a reader does not have yet. One that has missed events gets what there is."""
+        """Return the events that a reader does not have yet, and the newest comment if it is new.
+
+        Events that are already forgotten are left out.
+        """
         num_new = min(self._last - reader.last, len(self._events))
         events = [self._events[index] for index in range(-num_new, 0)]
         comment = self._comment if reader.num_comments < self._num_comments else b""
@@ -208,7 +228,7 @@ _MARK = (RESUMABLE_HEADER.encode(), b"true")
 
 
 class _Kept:
-    """The outlet of a request that may be resumed."""
+    """The outlet of an answer that is to be kept; it goes to its connection alone if there is no room."""
 
     def __init__(self, streams: ResumableStreams, name: StreamName) -> None:
         self._streams = streams
@@ -231,8 +251,8 @@ class ResumableStreams:
     """The streams of this server that can be resumed.
 
     Args:
-        max_streams: kept at once, those that have ended too; beyond them the one that ended first is
-            forgotten, and where none has ended the next cannot be resumed. 0: none can.
+        max_streams: streams kept at once, those that have ended included. For a further one the stream that
+            ended first is forgotten; if none has ended, the further one is not kept. 0: none is kept.
         clock: monotonic seconds.
         sleep: as `asyncio.sleep`; tests give their own.
     """
@@ -247,18 +267,18 @@ class ResumableStreams:
         return len(self._streams)
 
     def outlet(self, request: Request) -> Outlet:
-        """Return where the answer to a request is to go."""
+        """Return the outlet for the answer to a request."""
         if self._max_streams == 0 or request.headers.get(RESUMABLE_HEADER, "").lower() != "true":
             return DIRECT
         return _Kept(self, self.name_of(request, record_of(request.scope).request_id))
 
     @staticmethod
     def name_of(request: Request, request_id: str) -> StreamName:
-        """Return the name of the stream of that id, for the sender of this request."""
+        """Return the name of the stream with this id that belongs to the key of `request`."""
         return StreamName(key_digest(request.scope["headers"]), request_id)
 
     def open(self, name: StreamName) -> KeptStream | None:
-        """Return a new stream; None where there is no room, or one of that name runs."""
+        """Return a new stream; None if there is no room, or a stream of that name has not ended."""
         self.forget_old()
         known = self._streams.get(name)
         if known is not None and known.ended_at is None:
@@ -275,7 +295,7 @@ class ResumableStreams:
         return stream
 
     def end(self, name: StreamName, stream: KeptStream) -> None:
-        """End a stream, whose answer is complete or has failed. One that has not begun is forgotten."""
+        """End a stream whose answer is complete or has failed. If it has no event or comment, forget it."""
         stream.end()
         if not stream.has_begun:
             del self._streams[name]
@@ -283,7 +303,7 @@ class ResumableStreams:
         asyncio.get_running_loop().call_later(KEPT_S + 1, self.forget_old)
 
     def find(self, name: StreamName) -> KeptStream:
-        """Return a stream. Raises `NotFoundError` for one that is not there, or is another key\'s."""
+        """Return a stream that has begun. Raises `NotFoundError` if there is none of that name."""
         self.forget_old()
         stream = self._streams.get(name)
         if stream is None or not stream.has_begun:
@@ -306,7 +326,7 @@ class ResumableStreams:
 
 
 class ResumedResponse(Response):
-    """The events of a stream behind one that the client has."""
+    """The response that sends the events of a kept stream after the one with number `last`."""
 
     def __init__(self, stream: KeptStream, last: int) -> None:
         self.status_code = 200
@@ -320,7 +340,7 @@ class ResumedResponse(Response):
 
 
 async def _first_of(*works: Awaitable[object]) -> None:
-    """Wait until one of them is done, and end the others. Raises what it has raised."""
+    """Wait until one of them is done, and end the others. Raises what the one that is done has raised."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,14 +1,18 @@
 """The bytes of event streams: chunks of chat and text completions, usage, errors, pings, the end.
 
-Grammar of a stream (chat and text alike): for chat one role chunk per choice; the echoed prompt if asked for;
-content chunks, in a chat that is read for them also chunks of reasoning and of calls of tools
-(`message_stream`); per choice exactly one chunk with a finish_reason; one usage chunk with no choices if
-asked for (and then, if that was asked for too, the usage so far in all others: `stream_usage`); `[DONE]`.
-After a failure: one `data: {"error": ...}` and the end of the body, without `[DONE]`. `: ping` may stand
-anywhere.
+A *chunk* here is the JSON object of one event, as in the OpenAI API. A stream of a chat or of text has
 
-A chunk differs from the one before only in its text, so everything else is encoded once per choice, and a
-token costs one small encoding and a concatenation.
+- for each choice of a chat one chunk with the role
+- for each choice of text the echoed prompt, if the client asks for it
+- chunks of content. If a chat's text is read for reasoning and calls of tools, there are chunks of these
+  too (`message_stream`).
+- for each choice exactly one chunk with a `finish_reason`
+- one chunk with the usage and without choices, if the client asks for it. Other chunks may have the usage of
+  their choice so far (`stream_usage`).
+- `[DONE]`; after a failure, wherever it happens, one `data: {"error": ...}` instead
+
+`: ping` may stand anywhere. A chunk differs from the one before only in its text. So everything else is
+encoded once for each choice, and a token costs one small encoding and a concatenation.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """The way in which one route writes a choice: around its text, and where there is no text."""
+    """The bytes with which one route writes a choice: before and after its text, or in place of a text."""
 
     object: str
     id_prefix: str
@@ -72,9 +76,10 @@ TEXT = Dialect(
 class StreamForm:
     """The form that all chunks of one response share.
 
-    `counts_tokens`: every chunk tells the usage of its choice so far; only with `include_usage`.
-    `codec`, `skips_special_tokens`: how texts were made of tokens. `reading`: how a chat's answers are read;
-    None: all of their text is content.
+    Attributes:
+        codec, skips_special_tokens: make text of tokens as the response's texts are made.
+        counts_tokens: every chunk has the usage of its choice so far; only with `include_usage`.
+        reading: how the text of a chat's answers is read; None: all of it is content.
     """
 
     response_id: str
@@ -94,25 +99,29 @@ class StreamForm:
         return self.codec.token_bytes
 
     def chunk_end(self, prompt_tokens: int) -> ChunkEnd:
-        """Return the end of the chunks of a choice whose prompt has so many tokens."""
+        """Return the object that writes the end of each chunk of a choice.
+
+        Args:
+            prompt_tokens: number of tokens of the choice's prompt.
+        """
         if self.counts_tokens:
             return CountedEnd(prompt_tokens)
         return PlainEnd(shows_null=self.include_usage)
 
     def completion_logprobs(self, prompt_token_ids: list[int], echo: Echo | None) -> CompletionLogprobsWriter:
-        """Return the writer for tokens behind this prompt, whose text stands behind the echo."""
+        """Return the writer for the tokens that follow this prompt; their text begins after the echo."""
         detokenizer = self.codec.detokenizer(prompt_token_ids, skip_special_tokens=self.skips_special_tokens)
         begin = 0 if echo is None else len(echo.text)
         return CompletionLogprobsWriter(self.codec.token_bytes, detokenizer, begin=begin)
 
 
 class ShownPrompt:
-    """A prompt, and what chunks show of it: encoded once for all of its choices.
+    """A prompt, and what chunks show of it, encoded once for all choices of the prompt.
 
     Args:
-        form: what the response's choices share.
-        token_ids: shown in the first chunk if the client asked for ids.
-        echo: what the text begins with; with log-probabilities it goes out as they come.
+        form: what all choices of the response have in common.
+        token_ids: ids of the prompt, shown in the first chunk if the client asks for ids.
+        echo: the prompt at the beginning of the text; with log-probabilities it is sent as they come.
     """
 
     def __init__(self, form: StreamForm, token_ids: list[int], echo: Echo | None = None) -> None:
@@ -127,9 +136,9 @@ class ChunkWriter:
     """Writes the chunks of one choice.
 
     Args:
-        form: what the response's choices share.
-        index: of the choice.
-        prompt: that it goes on from.
+        form: what all choices of the response have in common.
+        index: number of the choice.
+        prompt: the prompt that the choice continues.
     """
 
     def __init__(self, form: StreamForm, index: int, prompt: ShownPrompt) -> None:
@@ -144,11 +153,11 @@ class ChunkWriter:
         self._logprobs = _logprobs_writer(form, prompt)
         self._opening = self._first_chunk(prompt) + self._echo_chunk(
             prompt
-        )  # put together when it is written
+        )  # the pieces are joined when they are sent
         self._echo = EchoWriter(prompt.echo) if prompt.echo is not None and form.with_logprobs else None
 
     def chunk(self, delta: TextDelta) -> tuple[bytes]:
-        """Return the events for a delta: none, one, or more; may be empty."""
+        """Return the events for a delta, in one piece, which may be empty."""
         self.count(delta)
         if self._is_plain and delta.finish_reason is None and not self._opening:
             return (self._plain(delta.text),)
@@ -157,12 +166,15 @@ class ChunkWriter:
         return (self.opening() + self._echoed(delta) + self._content(delta) + end,)
 
     def count(self, delta: TextDelta) -> None:
-        """Let the chunks from now on tell these tokens, where they tell any; the opening never does."""
+        """Count the delta's tokens in the usage of the chunks from now on, if these have a usage.
+
+        The opening is made before, so its usage has no generated tokens.
+        """
         self._end.count(len(delta.token_ids))
 
     @property
     def reasoning_tokens(self) -> int | None:
-        return None  # nobody looks for them
+        return None  # the text is not read for reasoning
 
     @property
     def shows_tokens(self) -> bool:
@@ -170,7 +182,10 @@ class ChunkWriter:
         return not self._is_plain
 
     def opening(self) -> bytes:
-        """Return the chunk before all content, once; for streams that ping before their first token."""
+        """Return the chunks before all content, at the first call; later calls return nothing.
+
+        `chunk` does so itself; only a stream that pings before its first token calls this.
+        """
         opening, self._opening = self._opening, []
         return b"".join(opening)
 
@@ -181,7 +196,7 @@ class ChunkWriter:
         body = self._dialect.opening or self._dialect.no_text
         head = [self._before_choice, body, b',"logprobs":null,"finish_reason":null']
         none_yet = [b',"token_ids":[]'] if self._return_ids else []
-        if self._dialect is CHAT:  # whose clients look for the prompt's ids beside the choices as well
+        if self._dialect is CHAT:  # clients of chats look for the prompt's ids beside the choices as well
             return [*head, *shown, *none_yet, b"}]", *shown, self._end.encoded[1:]]
         return [*head, *shown, *none_yet, b"}", self._end.encoded]
 
@@ -201,7 +216,10 @@ class ChunkWriter:
         ]
 
     def _echoed(self, delta: TextDelta) -> bytes:
-        """The part of the echo whose scores the delta brings; or the whole, if it has none."""
+        """Return a chunk with the part of the echo whose scores the delta brings.
+
+        A prompt of one token has no scores: the first delta brings its whole echo.
+        """
         if self._echo is None or self._echo.is_done:
             return b""
         text, logprobs = self._echo.piece(delta.prompt_logprobs)
@@ -221,7 +239,11 @@ class ChunkWriter:
         return self._dialect.before_text + _encode(text) + self._dialect.after_text
 
     def event(self, body: bytes, delta: TextDelta | None) -> bytes:
-        """Return a chunk with this content, and log-probabilities and ids of `delta` if asked for."""
+        """Return a chunk with this content, and with ids and log-probabilities if the client asks for them.
+
+        Args:
+            delta: has the ids and log-probabilities; None: an earlier chunk has shown them.
+        """
         if delta is None:
             return self._event(body, _NO_LOGPROBS, [])
         return self._event(body, self._logprobs(delta), delta.token_ids)
@@ -268,11 +290,15 @@ def _no_logprobs(_delta: TextDelta) -> bytes:
 
 
 def usage_chunk(form: StreamForm, usage: Usage) -> bytes:
-    """Return the chunk without choices that tells the usage."""
+    """Return the chunk without choices that has the usage."""
     start = _head(form).removesuffix(b'[{"index":')
     return start + b'[],"usage":' + _encode(usage) + b"}\n\n"
 
 
 def error_event(body: bytes) -> bytes:
-    """Return the event of an error. `body`: an encoded error object."""
+    """Return the event of an error.
+
+    Args:
+        body: the encoded error object.
+    """
     return b"data: " + body + b"\n\n"

@@ -1,8 +1,13 @@
 """The end of each chunk of a stream: after its choices the `usage`, if the client has asked for it.
 
-Of a stream without usage, nothing; with `include_usage`, null, since the usage has a chunk of its own; with
-`continuous_usage_stats` as well, the numbers of the chunk's choice so far, in vLLM's form: the tokens of its
-prompt, those generated up to this chunk, and their sum. Called by `sse`.
+Which `usage` a chunk has depends on the client's `stream_options`:
+
+- without `include_usage`, none
+- with `include_usage`, null, since the usage comes in a separate chunk at the end
+- with `continuous_usage_stats` as well, the numbers of the chunk's choice so far, in vLLM's form: the tokens
+  of its prompt, the tokens generated up to this chunk, and their sum
+
+Called by `sse`.
 """
 
 from __future__ import annotations
@@ -15,17 +20,17 @@ class ChunkEnd(Protocol):
 
     @property
     def encoded(self) -> bytes:
-        """The bytes that follow on the choice, to the end of the event."""
+        """The bytes that follow the choice, up to the end of the event."""
 
     def count(self, num_tokens: int) -> None:
-        """Take note of tokens that were generated; chunks from now on tell them."""
+        """Count tokens that were generated; chunks from now on report them."""
 
 
 class PlainEnd:
     """An end that is the same for all chunks.
 
     Args:
-        shows_null: whether a usage of null stands there.
+        shows_null: whether the chunks have `usage` with the value null; else they have none.
     """
 
     def __init__(self, *, shows_null: bool) -> None:

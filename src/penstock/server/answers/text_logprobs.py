@@ -7,8 +7,10 @@ Reasoning, calls of tools and their markers are parts of the text too, so each t
     content                                W   ell
     told                                  >W   ell
 
-A token that has characters of the content is told with it, whatever else it has. A token without a character
-of its own, such as the first bytes of one, goes with the next token that has. Called by `responses_output`.
+The tokens of the last line are those whose log-probabilities are reported with the content. A token that has
+characters of the content is one of them, whatever other characters it has. A token that completes no
+character, such as the first bytes of one, belongs to the first character of the next token that does. Called
+by `responses_output`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from penstock.tokenizer.detokenizer import Detokenizer
 
 
 class TextLogprobs(Protocol):
-    """The tokens of one answer whose log-probabilities have not been told."""
+    """The tokens of one answer, until their log-probabilities are reported."""
 
     def add(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> None:
         """Add the next tokens."""
@@ -38,7 +40,7 @@ class TextLogprobs(Protocol):
 
 
 class NoTextLogprobs:
-    """For an answer whose log-probabilities nobody has asked for."""
+    """The object for an answer without log-probabilities: it keeps no token."""
 
     def add(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> None:
         pass
@@ -63,8 +65,8 @@ class PlacedLogprobs:
     """Log-probabilities of tokens that are given their characters as they come.
 
     Args:
-        token_bytes: bytes of a token.
-        detokenizer: of these tokens, as the one that made the text.
+        token_bytes: returns the bytes of a token.
+        detokenizer: turns the tokens into text once more, exactly as the text of the answer is made.
     """
 
     def __init__(self, token_bytes: TokenBytes, detokenizer: Detokenizer) -> None:
@@ -72,7 +74,7 @@ class PlacedLogprobs:
         self._detokenizer = detokenizer
         self._length = 0  # characters of the tokens so far
         self._placed: deque[_Token] = deque()
-        self._without_text: list[tuple[int, TokenLogprobs]] = []  # behind them
+        self._without_text: list[tuple[int, TokenLogprobs]] = []  # later tokens, which completed no character
 
     def add(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> None:
         """Add the next tokens."""
@@ -111,6 +113,6 @@ class PlacedLogprobs:
 
 
 def _begins_character(raw: bytes) -> bool:
-    """Return whether the last bytes of a token are the first ones of a character."""
+    """Return whether the last bytes of a token begin a character that they do not complete."""
     _, num_read = codecs.utf_8_decode(raw, "ignore", False)
     return num_read < len(raw)
