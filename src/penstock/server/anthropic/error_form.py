@@ -40,7 +40,7 @@ class MessagesErrors:
     id_header = b"request-id"
 
     def encode(self, error: ErrorObject, status: int, request_id: str) -> bytes:
-        """Return the error, its kind by the status."""
+        """Return the body of the answer; the type of the error follows from the status."""
         kind = _TYPE_BY_STATUS.get(status, "invalid_request_error" if status < 499 else "api_error")
         shown = MessagesError(type=kind, message=error.message)
         return msgspec.json.encode(MessagesErrorBody(error=shown, request_id=request_id))

@@ -1,7 +1,8 @@
 """Turns a request to `/v1/messages` into the chat request that asks for the same.
 
-What the two APIs have in common is checked once, as a chat's fields; `own_names` turns the names of those in
-an error back into the ones that the client has sent. Called by `messages`.
+What the two APIs have in common is checked only once, in the chat request. An error there has the chat's
+names of fields; `own_names` turns them back into the names that the client has sent. Called by
+`routes.messages`.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from penstock.tokenizer.model_syntax import ModelSyntax
 
 C = TypeVar("C", bound=ConversationRequest)
 
-# Fields of the OpenAI routes that would change the answer: the values that ask for nothing, and what to do in
-# place of others.
+# Fields of the OpenAI routes that would change the answer: the values that ask for nothing, and what to do
+# instead of giving another value.
 _OF_CHATS: Mapping[str, tuple[tuple[object, ...], str]] = {
     "stop": ((None,), "Use stop_sequences instead."),
     "n": ((None, 1), "Send several requests."),
@@ -68,9 +69,9 @@ _CHOICES: Mapping[str, Literal["none", "auto", "required"]] = {
     "any": "required",
     "none": "none",
 }
-# Variables by which templates are told whether the model should think.
+# Variables of templates that say whether the model should reason.
 _SWITCHES = ("enable_thinking", "thinking")
-# Tools that clients run, which the API describes to its models itself: by the beginning of their type.
+# Beginnings of the types of tools that clients run without a description: the API's own models know them.
 _DESCRIBED = ("bash_", "text_editor_", "computer_", "memory_", "browser_")
 
 
@@ -81,21 +82,21 @@ def read_fields(body: dict[str, Any], kind: type[C]) -> C:
 
 
 def unknown_here(body: Mapping[str, Any], kind: type[ConversationRequest]) -> list[str]:
-    """Return `fields.unknown_fields`, but for those of a chat that ask for nothing."""
+    """Return `fields.unknown_fields` without the fields of chats, which `read_fields` has checked."""
     return [name for name in unknown_fields(body, kind) if name not in _OF_CHATS]
 
 
 class ChatOfMessages:
-    """The chat request that a message request comes to; `max_tokens` apart, which it has not.
+    """A request to `/v1/messages` as a chat request, which does not have its `max_tokens`.
 
     Args:
-        syntax: of the model.
+        syntax: how the model's template writes reasoning and calls of tools.
 
     Attributes:
-        request: the same as a chat.
-        names: the request's own names, in place of the chat's.
-        unused: fields of the request that change nothing on this model.
-        skipped: tools that the API would run itself.
+        request: the chat request.
+        names: turns the chat's names of fields into those of the given request.
+        unused: fields of the given request that change nothing on this model.
+        skipped: tools that the API would run itself, and that are left out.
     """
 
     def __init__(self, request: ConversationRequest, syntax: ModelSyntax, limits: Limits) -> None:
@@ -123,7 +124,7 @@ class ChatOfMessages:
         self.skipped = tools.skipped
 
     def refuse_open_calls(self) -> None:
-        """Raise `InvalidRequestError` if the last message has calls of tools, whose results are missing."""
+        """Raise `InvalidRequestError` if the last message has calls of tools: their results are missing."""
         messages = self.request.messages
         if messages and messages[-1].role == "assistant" and messages[-1].tool_calls:
             where = self.names.of(f"messages[{len(messages) - 1}].tool_calls")
@@ -135,7 +136,7 @@ class ChatOfMessages:
 
 
 def _goes_on(messages: Sequence[ChatMessage]) -> bool:
-    """Return whether the answer continues the last message, which is the beginning of it then."""
+    """Return whether the last message is the beginning of the answer, which then continues it."""
     return bool(messages) and messages[-1].role == "assistant" and not messages[-1].tool_calls
 
 
@@ -168,9 +169,9 @@ class _Tools:
     """The tools of a request.
 
     Attributes:
-        made: those that the client runs, as a chat has them.
-        names: of each of these in errors.
-        skipped: the others.
+        made: the tools that the client runs, in the form of a chat.
+        names: the name of each of them in errors.
+        skipped: the other tools, which the API would run itself.
     """
 
     def __init__(self, tools: Sequence[ToolParam]) -> None:

@@ -1,7 +1,7 @@
 """The types of a request to `/v1/messages`, and of its answer.
 
-The names and shapes are those of Anthropic's Messages API. Read and written by msgspec, as
-`openai.openai_types`; fields of blocks that change nothing here, such as `cache_control`, are left out.
+The names and shapes are those of Anthropic's Messages API. msgspec reads and writes them as it does the types
+of `openai.openai_types`. Fields of blocks that change nothing here, such as `cache_control`, are left out.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ EncodedObject = Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"type": "
 
 
 class TextBlock(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of the system's text, or of a tool's result; other types than `text` are refused by name."""
+    """A part of the system's text, or of a tool's result. Types other than `text` are refused."""
 
     type: str
     text: str | None = None
 
 
 class ContentBlock(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a message, by `type`: text, what the model thought, a call of a tool, or a call's result."""
+    """A part of a message; `type` says whether it is text, reasoning, a call of a tool or a call's result."""
 
     type: str
     text: str | None = None
@@ -44,7 +44,7 @@ class InputMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolParam(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool of type `custom`, which may be left out, that the client runs; or one that the API has."""
+    """A tool that the client runs, of the type `custom` or without a type, or a tool of the API itself."""
 
     type: str | None = None
     name: str | None = None
@@ -78,9 +78,9 @@ class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConversationRequest(SampledRequest, frozen=True, kw_only=True):
-    """The fields that a request that is answered and one that is counted share.
+    """The common fields of a request to answer a conversation and of a request to count its tokens.
 
-    `metadata`, `service_tier` and `cache_control` are taken and change nothing.
+    `metadata`, `service_tier` and `cache_control` are accepted and change nothing.
     """
 
     messages: list[InputMessage]
@@ -97,7 +97,7 @@ class ConversationRequest(SampledRequest, frozen=True, kw_only=True):
 
 
 class MessagesRequest(ConversationRequest, frozen=True, kw_only=True):
-    """Where `max_tokens` does not fit behind the prompt, the answer may fill the context."""
+    """If prompt and `max_tokens` together are longer than the context, the answer may fill the context."""
 
     max_tokens: int
 
@@ -115,7 +115,7 @@ class AnswerText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
 
 
 class AnswerThinking(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
-    """`signature` is not looked at when it comes back."""
+    """`signature` is not checked when a client sends it back."""
 
     thinking: str
     signature: str

@@ -1,7 +1,7 @@
 """Translates the messages of a Messages request into those of a chat.
 
-Neighbours of one role are one turn. A turn of the user with results of tools becomes several messages, one
-for each result and one for the text between them; a turn of the assistant becomes one. Called by
+Neighbouring messages of one role form a turn. A turn of the user becomes a message for each result of a tool,
+and one for each text before, between and after the results. Any other turn becomes one message. Called by
 `messages_input`.
 """
 
@@ -21,8 +21,8 @@ from penstock.server.anthropic.messages_types import (
 from penstock.server.openai.openai_types import ChatMessage, FunctionCall, ToolCall
 from penstock.server.openai.own_names import MessageOrigin
 
-# A part of the system's text by which a coding agent says whom to bill. It is not for the model, and is
-# another in each request, so that no two prompts would begin alike.
+# Beginning of a part of the system's text by which a client program says whom to bill. It is not for the
+# model, and differs from request to request: with it no prompt would begin like an earlier one.
 _BILLING = "x-anthropic-billing-header:"
 _ERROR = "Error: "  # before the result of a tool that has failed
 
@@ -48,8 +48,8 @@ def chat_messages(request: ConversationRequest, limits: Limits) -> list[Made]:
     """Return the messages of the chat, with their origins.
 
     Raises:
-        InvalidRequestError: there are too many messages, or none; or a block is of a type that this server
-            does not take, or lacks a field; names it.
+        InvalidRequestError: there are too many messages, or none; or a block lacks a field, or has a type
+            that this server does not accept there. The error names the field or the block.
     """
     if not 1 <= len(request.messages) <= limits.max_messages:
         raise InvalidRequestError(
@@ -93,7 +93,7 @@ def _placed(content: str | Sequence[ContentBlock], where: str) -> Iterator[tuple
 
 
 def _of_user(turn: _Turn) -> Iterator[Made]:
-    """Results where they stand, and the text between them."""
+    """Yield a message for each result, and one for the text before, between and after them, in order."""
     texts: list[str] = []
     for where, block in turn.blocks:
         if block.type != "tool_result":
@@ -116,7 +116,7 @@ def _said(role: str, texts: Sequence[str], turn: _Turn) -> Made:
 
 
 def _of_assistant(turn: _Turn) -> Iterator[Made]:
-    """One message; its texts stand behind each other as the model has written them."""
+    """Yield one message. Nothing is put between its texts, which the model wrote one after the other."""
     thoughts: list[str] = []
     texts: list[str] = []
     calls: list[ToolCall] = []
@@ -127,7 +127,7 @@ def _of_assistant(turn: _Turn) -> Iterator[Made]:
         elif block.type == "tool_use":
             first_call = first_call or where
             calls.append(_call(block, where))
-        elif block.type != "redacted_thinking":  # which nobody here can read
+        elif block.type != "redacted_thinking":  # which is encrypted for another server
             texts.append(_text(block, where))
     message = ChatMessage(
         role="assistant",

@@ -1,4 +1,4 @@
-"""The options of a chat request for the template beside messages and tools, and the reading of its answers.
+"""The template options of a chat request besides messages and tools, and how its answers are to be read.
 
 Called by `chat_reader`.
 """
@@ -17,20 +17,20 @@ from penstock.server.openai.prompts import text_of
 from penstock.server.openai.tools import ToolUse
 from penstock.tokenizer.model_syntax import ModelSyntax
 
-# Variables that are set by the server, or that would change what a template is.
+# Variables of templates that the server sets itself, and ends of further names: special tokens, templates.
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 _OURS_ENDS = ("_token", "template")
 _MAX_NAME = 64
-_TAIL = 32  # ids at the end of a prompt in which the opening of the reasoning may be
+_TAIL = 32  # so many ids at the end of a prompt are searched for the marker that opens the reasoning
 
 
 def template_options(
     request: ChatRequest, syntax: ModelSyntax, limits: Limits
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the options of `ChatTemplate.encode`, and the fields without effect on this model's template.
+    """Return options for `ChatTemplate.encode`, and the fields that have no effect on this model's template.
 
     Raises:
-        InvalidRequestError: the fields contradict each other, or set a variable that is reserved.
+        InvalidRequestError: the fields contradict each other, are too many, or set a reserved variable.
     """
     options: dict[str, Any] = {}
     given: dict[str, tuple[str, Any]] = {}
@@ -96,7 +96,11 @@ def opens_reasoning(request: ChatRequest, prompt: Sequence[int], model: ServedMo
 
 
 def reading_of(request: ChatRequest, use: ToolUse, syntax: ModelSyntax, *, is_open: bool) -> Reading | None:
-    """Return how the answers are read, or None where all of their text is content."""
+    """Return how the answers are read, or None if all of their text is content.
+
+    Args:
+        is_open: the answer begins inside the reasoning.
+    """
     tools = syntax.tools if use.choice != "none" else None
     reasoning = syntax.reasoning
     if tools is None and reasoning is None:
@@ -114,7 +118,7 @@ def reading_of(request: ChatRequest, use: ToolUse, syntax: ModelSyntax, *, is_op
 
 
 def shown_markers(reading: Reading | None, syntax: ModelSyntax) -> list[str]:
-    """Return the tokens that must stay in the text for it to be read."""
+    """Return the special tokens that must stay in the text, since they mark its parts."""
     forms = (reading.tools, reading.reasoning) if reading is not None else ()
     markers = [marker for form in forms if form is not None for marker in form.markers]
     return [marker for marker in markers if marker in syntax.marker_ids]

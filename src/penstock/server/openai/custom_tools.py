@@ -1,8 +1,9 @@
 """Custom tools of the Responses API: the model writes a free text for them, which a grammar may bind.
 
-A model is told of such a tool as of a function with one argument, `input`, in the form that it was trained
-on; what it writes there is the text. A grammar of the text goes into the grammar of the calls, in place of
-the schema of that function. Called by `responses_input` and `chat_reader`; `input_of` reads answers.
+The model sees such a tool as a function with one argument, `input`, in the form of functions that the model
+was trained on. What the model writes as `input` is the text. A grammar of the text goes into the grammar of
+the calls, in place of the function's schema. Called by `responses_input` and `chat_reader`; `input_of` is
+called by `answers.responses_output`.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class InputGrammar:
     """The grammar that the text for a custom tool must follow.
 
     Attributes:
-        where: the field that gives it.
-        given: the grammar as it came.
+        where: name of the field of the request that has the grammar.
+        given: the grammar as the client gave it.
     """
 
     where: str
@@ -55,10 +56,11 @@ class InputGrammar:
         return len(self.given.grammar or self.given.regex or "")
 
     def quoted(self) -> str:
-        """Return the grammar of the same texts in a string of JSON, in Lark's notation.
+        """Return a grammar of the same texts as a string of JSON has them, in Lark's notation.
 
         Raises:
-            InvalidRequestError: it has something that cannot be said of such a string; names the field.
+            InvalidRequestError: something in the grammar cannot be expressed for such a string; the error
+                names the field.
         """
         regex = self.given.regex
         try:
@@ -69,7 +71,11 @@ class InputGrammar:
 
 
 def custom_tool(tool: FunctionTool, name: str) -> Tool:
-    """Return the function that the model is told of."""
+    """Return a custom tool as the function that the model sees.
+
+    Args:
+        name: name of the tool; it was checked that there is one.
+    """
     shown = tool.format or CustomFormat(type="text")
     is_bound = shown.type == "grammar"
     parts = [tool.description or "", _FREE]
@@ -85,10 +91,10 @@ def custom_tool(tool: FunctionTool, name: str) -> Tool:
 
 
 def input_grammar(shown: CustomFormat, where: str) -> InputGrammar | None:
-    """Return the grammar of a custom tool's text; None where the text is free.
+    """Return the grammar of a custom tool's text; None if the text is free.
 
     Raises:
-        InvalidRequestError: a part is missing; names the field.
+        InvalidRequestError: `syntax` or `definition` is missing; the error names the field.
     """
     if shown.type == "text":
         return None
@@ -104,12 +110,15 @@ def input_grammar(shown: CustomFormat, where: str) -> InputGrammar | None:
 def with_inputs(
     grammar: str | None, use: ToolUse, inputs: Mapping[str, InputGrammar]
 ) -> tuple[str | None, list[str]]:
-    """Return the grammar of calls with those of custom tools' texts, and the fields of unbound ones.
+    """Put the grammars of custom tools' texts into the grammar of the calls.
 
-    A text is unbound where this model's form of calls has no place for its grammar.
+    Returns:
+        The grammar of the calls, and the fields whose grammar has no effect: this model's form of calls has
+        no place for it.
 
     Args:
-        inputs: by tool, each of which can be built.
+        grammar: the grammar of the calls; None: there is none.
+        inputs: grammar of the text for each custom tool; the grammars are known to be sound.
 
     Raises:
         InvalidRequestError: as `InputGrammar.quoted`.
@@ -130,7 +139,8 @@ def with_inputs(
 def input_of(arguments: str) -> str:
     """Return the text for a custom tool from the arguments that the model has written.
 
-    It is `input`, or the one text that they have, or all of them as they are.
+    The text is the value of `input`. Without `input` it is the value of the only argument. If there is no
+    such value, or it is not a text, the arguments are returned as they are.
     """
     try:
         values = msgspec.json.decode(arguments, type=dict[str, Any])
@@ -141,5 +151,5 @@ def input_of(arguments: str) -> str:
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """Return the arguments of a former call with this text."""
+    """Return the arguments of an earlier call with this text, for the template."""
     return {_INPUT: text}

@@ -1,7 +1,8 @@
 """Turns decoded JSON into a request type: wrong types and unsupported features are refused, each by name.
 
-A field that a client may know from elsewhere but that asks for something this version does not do is refused,
-unless its value asks for nothing. A field that nobody knows is ignored; its name goes back in a header.
+A field that a client may know from another server, and that this route does not support, is refused, unless
+its value asks for nothing. A field that no server is known to have is ignored, and a header of the answer
+names it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ WARNING_HEADER = "x-penstock-warning"
 MAX_NAMED_FIELDS = 16
 MAX_FIELD_CHARACTERS = 64
 
-# What others call a bound on the reasoning alone.
+# Names under which other servers take a bound on the reasoning alone.
 REASONING_BUDGETS = (
     "thinking",
     "thinking_budget",
@@ -37,7 +38,8 @@ REASONING_BUDGETS = (
     "thinking_token_budget",
     "reasoning_budget",
 )
-# Known fields without support yet, and the values under which they ask for nothing (null always does).
+# Known fields, which a route refuses if its requests do not have them, and the values that ask for nothing
+# and are accepted all the same (null always is).
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
     "use_beam_search": (False,),
@@ -75,7 +77,7 @@ _NO_BUDGET = (
     "chat_template_kwargs shorten reasoning if the model's template supports them."
 )
 
-# What to use in place of fields that will not come, or have another name now.
+# What to do instead, for fields that will not be supported or that have another name.
 _IN_PLACE: Mapping[str, str] = {
     "best_of": "Leave it out, because it has no bound on cost; use n with logprobs, and choose.",
     **dict.fromkeys(REASONING_BUDGETS, _NO_BUDGET),
@@ -87,8 +89,8 @@ _IN_PLACE: Mapping[str, str] = {
     for kind in ("json", "regex", "choice", "grammar")
 }
 
-# Fields of other routes that would change the answer of these: the values that ask for nothing, and what to
-# do in place of others. Those of the Responses API stand in `responses_input`.
+# Fields of other routes that would change the answer of these routes: the values that ask for nothing, and
+# what to do instead of giving another value. `responses_input` and `messages_input` have those for theirs.
 _ADDED = "Send token ids in prompt, such as those of /tokenize; they are used unchanged."
 _WRITTEN = "The chat template writes the special tokens."
 OF_OTHER_ROUTES: Mapping[type[msgspec.Struct], Mapping[str, tuple[tuple[object, ...], str]]] = {
@@ -124,11 +126,11 @@ def convert(body: dict[str, Any], request_type: type[R]) -> R:
 def refuse_asked(
     names: Mapping[str, tuple[tuple[object, ...], str]], value_of: Callable[[str], object]
 ) -> None:
-    """Raise `InvalidRequestError` for the first field that asks for what this server does not do.
+    """Raise `InvalidRequestError` for the first field that asks for something this server does not do.
 
     Args:
-        names: by field, the values that ask for nothing, and what to do in place of others.
-        value_of: the value of a field; None where it is not given.
+        names: for each field the values that ask for nothing, and what to do instead of giving another value.
+        value_of: returns the value of a field; None if it is not given.
     """
     for name, (neutral, remedy) in names.items():
         if value_of(name) not in neutral:
@@ -189,7 +191,10 @@ def refused_field(message: str, request_type: type[msgspec.Struct]) -> InvalidRe
 
 
 def _words_at(request_type: type[msgspec.Struct], path: str) -> list[object]:
-    """Return the words that the field at `path`, such as `messages[0].role`, may hold, if only a few."""
+    """Return the values that the field at `path`, such as `messages[0].role`, may have.
+
+    Return no values if the field's type does not list them.
+    """
     kinds = [inspect.type_info(request_type)]
     for step in _STEP.findall(path):
         kinds = [inside for kind in kinds for inside in _inside(kind, step)]
@@ -213,17 +218,16 @@ def _inside(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
 
 
 def alternatives(kind: inspect.Type) -> list[inspect.Type]:
-    """Return the members of a union, or `kind` alone, without what is noted beside a type."""
+    """Return the members of a union, or `kind` alone, without the metadata of types."""
     inner = kind.type if isinstance(kind, inspect.Metadata) else kind
     members = inner.types if isinstance(inner, inspect.UnionType) else (inner,)
     return [member.type if isinstance(member, inspect.Metadata) else member for member in members]
 
 
 def unknown_fields(body: Mapping[str, Any], request_type: type[msgspec.Struct]) -> list[str]:
-    """Return the names in a converted body that mean nothing.
+    """Return the names of fields in a body that no server is known to have, and that are ignored.
 
-    The request type has none of them, and they are not known ones without support. A null is as if it were
-    not there.
+    A field whose value is null counts as not given.
     """
     known = {*request_type.__struct_fields__, *NEUTRAL_VALUES, *OF_OTHER_ROUTES.get(request_type, ())}
     names = [name for name, value in body.items() if name not in known and value is not None]
@@ -240,11 +244,14 @@ def _unknown_options(body: Mapping[str, Any], request_type: type[msgspec.Struct]
 def warning_headers(
     unknown: Sequence[str], unused: Sequence[str] = (), skipped: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Return the header that names ignored fields; untrusted characters become `?`, long lists are cut.
+    """Return the header that warns of ignored fields, or no header if there are none.
+
+    Characters that a header cannot carry safely become `?`, and long lists are cut.
 
     Args:
-        unused: those that have no effect on this model.
-        skipped: tools that the API would run itself, and this server does not have.
+        unknown: fields that are ignored, as they are unknown.
+        unused: fields that have no effect on this model.
+        skipped: tools that the API would run itself, and that this server does not have.
     """
     parts = [
         f"{what}: {_listed(names)}"

@@ -1,4 +1,4 @@
-"""The log-probabilities in the two shapes of the OpenAI routes."""
+"""The log-probabilities in the shapes of the OpenAI routes: of chats, of completions, and of prompts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TokenBytes = Callable[[int], bytes]
 
 
 def token_name(raw: bytes) -> str:
-    r"""Return the token as text; bytes that are not a text of their own are spelled `bytes:\xe2\x80`."""
+    r"""Return the token as text; bytes that are not text by themselves are spelled `bytes:\xe2\x80`."""
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -49,14 +49,17 @@ def _chat_entry(token_id: int, entry: TokenLogprobs, token_bytes: TokenBytes) ->
 
 
 class CompletionLogprobsWriter:
-    """A writer of log-probabilities of tokens in a row, of a prompt or output, piece by piece.
+    """Writes log-probabilities of consecutive tokens of a prompt or an output, piece by piece.
+
+    A token that only completes a character begins where the character does. A token without text begins where
+    the next one does.
 
     Args:
-        detokenizer: of these tokens; says where in the text each begins. One that only completes a character
-            begins where that does, and one without text where the next one does.
-        begin: characters of the text before the first token.
-        end: characters of all of the text, where that is known: no token begins behind it.
-        num_top: likeliest to tell; an entry may have more of them. None: all that it has.
+        token_bytes: returns the bytes of a token.
+        detokenizer: a fresh detokenizer for these tokens; its text shows where each token begins.
+        begin: number of characters of the text before the first token.
+        end: number of characters of the whole text, if it is known: no token begins after it.
+        num_top: number of likeliest tokens to report; an entry may have more. None: all that it has.
     """
 
     def __init__(
@@ -80,10 +83,10 @@ class CompletionLogprobsWriter:
         return self._length if self._end is None else min(self._length, self._end)
 
     def write(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> CompletionLogprobs:
-        """Return tokens, values and offsets; the likeliest always include the chosen token.
+        """Return the next tokens' texts, values and offsets; the likeliest always include the chosen token.
 
         Args:
-            entries: None for a token without a value: the first of a prompt.
+            entries: None for a token without a value, which is the first of a prompt.
         """
         names = [token_name(self._token_bytes(token_id)) for token_id in token_ids]
         offsets = []
@@ -106,15 +109,17 @@ class CompletionLogprobsWriter:
 
 
 def _length_before(raw: bytes, text: str) -> int:
-    """Characters of the text, which has come out with a token, that are not the token's own: what bytes that
-    became no character have left behind."""
+    """Return how many characters of the text that came with a token are not the token's own.
+
+    They stand for bytes of earlier tokens that became no character, and come before the token's own text.
+    """
     own = raw.decode(errors="ignore")
     is_text = own.encode() == raw
     return len(text) - len(own) if is_text and own and text.endswith(own) else 0
 
 
 def joined_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """Return the log-probabilities of tokens that follow one another."""
+    """Return the log-probabilities of two runs of tokens as those of one run."""
     return CompletionLogprobs(
         text_offset=first.text_offset + second.text_offset,
         token_logprobs=first.token_logprobs + second.token_logprobs,

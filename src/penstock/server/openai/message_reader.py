@@ -1,8 +1,9 @@
 """Splits the text of an answer into the parts of its message: reasoning, content and calls of tools.
 
-A `Reading` says how the answers of one request are read; it makes a `MessageReader` for each. Pieces come
-out as the text comes in, for `message_stream` and `responses_output`; `whole_message` is for a chat's answers
-that are not streamed. How a model writes is `tokenizer.model_syntax`'.
+A `Reading` says how the answers of one request are read; it makes a `MessageReader` for each choice. The
+reader takes text as it comes, and returns *pieces* (`tokenizer.pieces`). It is used by `message_stream`,
+`responses_output` and `message_output`; `whole_message` is for a chat's answers that are not streamed.
+`tokenizer.model_syntax` knows how a model writes the parts.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class _Splitter(Protocol):
 
 
 class _AllContent:
-    """In place of a parser, where there is nothing to look for."""
+    """The parser where nothing is looked for: all text is content."""
 
     num_sound = 0
     is_closed = False
@@ -64,14 +65,15 @@ class Reading:
     """The way in which the answers of one request are read.
 
     Attributes:
-        tools: how the model calls tools; None: calls are not looked for.
-        names: tools of the request.
-        schemas: schemas of their arguments, by name.
-        is_parallel: an answer may have several calls; else those behind the first are left out.
-        reasoning: where the model thinks aloud; None: that is not looked for.
-        is_open: the prompt has opened the reasoning.
-        shows_reasoning: else it is left out.
-        reasoning_end: the token that ends it, where that is one token: it can be counted then.
+        tools: how the model writes calls of tools; None: calls are not looked for.
+        names: names of the request's tools.
+        schemas: schema of the arguments of each tool, by name.
+        is_parallel: an answer may have several calls; if not, calls after the first are left out.
+        reasoning: how the model marks reasoning; None: reasoning is not looked for.
+        is_open: the answer begins inside the reasoning.
+        shows_reasoning: if not, reasoning is left out.
+        reasoning_end: the token that ends the reasoning. None if that is not a single token; the tokens of
+            the reasoning cannot be counted then.
     """
 
     tools: ToolFormat | None = None
@@ -89,17 +91,21 @@ class Reading:
 
 
 class MessageReader:
-    """The reader of one choice; `name` differs from that of every other choice of any response.
+    """The reader of one choice.
+
+    Args:
+        reading: how the text is read.
+        name: a name that no other choice of any response has; ids of calls are made from it.
 
     Attributes:
-        num_calls: calls that `new_call_id` has named.
+        num_calls: number of calls to which `new_call_id` has given an id.
         num_characters: characters of the text so far.
     """
 
     def __init__(self, reading: Reading, name: str) -> None:
         self.num_calls = 0
         self.num_characters = 0
-        self._num_behind_reasoning = 0  # of these characters
+        self._num_behind_reasoning = 0  # how many of these characters are not reasoning or its markers
         self._reading = reading
         self._name = name
         self._splitter: _Splitter = _AllContent()
@@ -108,14 +114,14 @@ class MessageReader:
             self._splitter = reasoning_splitter(reading.reasoning, is_open=reading.is_open)
         if reading.tools is not None:
             self._calls = ToolCallParser(reading.tools, reading.names, reading.schemas)
-        self._num_read = 0  # calls, sound or not
+        self._num_read = 0  # calls so far, sound or not
         self._is_first_broken = False
         self._num_tokens = 0
-        self._tokens_to_end: int | None = None  # of the reasoning
+        self._tokens_to_end: int | None = None  # tokens up to the end of the reasoning
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """The tokens up to the end of the reasoning, with markers; None if not countable."""
+        """The number of tokens up to the end of the reasoning, markers included; None if it is not known."""
         if self._reading.reasoning_end is None:
             return None
         if self._splitter.is_closed:
@@ -124,7 +130,7 @@ class MessageReader:
 
     @property
     def num_before_content(self) -> int:
-        """The number of characters before the content: the reasoning and its markers."""
+        """The number of characters of the reasoning and its markers, which come before the content."""
         return self.num_characters - self._num_behind_reasoning
 
     @property
@@ -133,7 +139,7 @@ class MessageReader:
         return self._splitter.is_thinking
 
     def note_tokens(self, token_ids: Sequence[int]) -> None:
-        """Count these among the answer's."""
+        """Count tokens of the answer, in order to know how many belong to the reasoning."""
         end = self._reading.reasoning_end
         if end is None:
             return
@@ -142,7 +148,10 @@ class MessageReader:
         self._num_tokens += len(token_ids)
 
     def read(self, text: str, *, is_last: bool) -> list[Piece]:
-        """Return the pieces that `text` completes; with the last text, also all that was held back."""
+        """Return the pieces of the next text. Text that may belong to a marker is held back.
+
+        With the last text, all that was held back is returned too.
+        """
         self.num_characters += len(text)
         pieces = self._splitter.feed(text)
         if is_last:
@@ -166,12 +175,15 @@ class MessageReader:
                 yield piece
 
     def finish_reason(self, reason: FinishReason) -> ChatFinishReason:
-        """Return `tool_calls` where the model has ended by itself, and a call can be made."""
+        """Return `tool_calls` if the model has ended by itself and the answer has a call that is sound.
+
+        Otherwise return the reason as it is.
+        """
         is_given = self._reading.is_parallel or not self._is_first_broken
         return "tool_calls" if reason == "stop" and self._calls.num_sound and is_given else reason
 
     def new_call_id(self, given: str = "") -> str:
-        """Return the id of the next call: the model's own, or one that its templates take."""
+        """Return the id of the next call: the model's own, or one of a form that its template accepts."""
         digest = hashlib.sha256(f"{self._name}:{self.num_calls}".encode()).digest()
         self.num_calls += 1
         if given:
@@ -184,7 +196,7 @@ class MessageReader:
 
 
 def whole_message(reader: MessageReader, text: str) -> AssistantMessage:
-    """Return the message of an answer's whole text. A call that is not sound is content."""
+    """Return the message of an answer's whole text. A call that is not sound becomes content."""
     content, reasoning = "", ""
     calls: list[tuple[Piece, list[str]]] = []
     for piece in reader.read(text, is_last=True):

@@ -1,8 +1,8 @@
 """The types of requests to the OpenAI routes, and of answers.
 
 Requests are converted from decoded JSON by msgspec in strict mode: a string is not a number and a number is
-not a boolean. Fields that we do not know are left out here and named by `fields`. None means "not given".
-Chunks of streams are not made of these types: `sse` writes their bytes.
+not a boolean. None means "not given". Fields that no type has are ignored; `fields` makes a warning of their
+names. Chunks of streams are not made of these types: `sse` writes their bytes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ ChatFinishReason = Literal["stop", "length", "abort", "error", "tool_calls"]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`continuous_usage_stats` is vLLM's: usage so far in every chunk, beside that at the end."""
+    """`continuous_usage_stats` is vLLM's: every chunk has the usage so far, besides the usage at the end."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """`strict` changes nothing: a schema is always kept to."""
+    """`strict` changes nothing: the answer always keeps to the schema."""
 
     name: str | None = None
     description: str | None = None
@@ -40,7 +40,7 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StructuredOutputFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The meaning is that of `request.StructuredOutputs`; a schema may be an object or text."""
+    """The fields mean the same as in `request.StructuredOutputs`; a schema may be an object or text."""
 
     json: dict[str, Any] | str | None = None
     json_object: bool | None = None
@@ -52,7 +52,7 @@ class StructuredOutputFields(msgspec.Struct, frozen=True, kw_only=True, forbid_u
 
 
 class SampledRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of all that generate. The meaning of the sampling fields is `SamplingParams`'s."""
+    """The fields of all requests that generate; the sampling fields mean the same as in `SamplingParams`."""
 
     model: str | None = None
     stream: bool | None = None
@@ -82,7 +82,7 @@ class SampledRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateRequest(SampledRequest, frozen=True, kw_only=True):
-    """The fields that chat and completions share."""
+    """The fields of requests for chats and of requests for completions."""
 
     stream_options: StreamOptions | None = None
     n: int | None = None
@@ -127,7 +127,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Function(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A function that may be called. `parameters`: a JSON schema of an object; None: it takes none."""
+    """A function that may be called. `parameters` is a JSON schema of an object; null: there are none."""
 
     name: str
     description: str | None = None
@@ -173,7 +173,7 @@ class CompletionRequest(GenerateRequest, frozen=True, kw_only=True):
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for embeddings.
 
-    `pooling` and `normalize` are not OpenAI's; their meaning, and that of `dimensions`, is `PoolingParams`'s.
+    `pooling` and `normalize` are not OpenAI's. They and `dimensions` mean the same as in `PoolingParams`.
     """
 
     input: str | list[str | int | list[int]]
@@ -190,7 +190,7 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """`reasoning_tokens` where they could be counted, the others where tokens were guessed ahead."""
+    """`reasoning_tokens` is there if they could be counted, the others if tokens were guessed ahead."""
 
     reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
     accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
@@ -211,7 +211,7 @@ class EmbeddingUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Embedding(msgspec.Struct, frozen=True, kw_only=True):
-    """`embedding` is base64 of float32, lowest byte first, where that was asked for."""
+    """`embedding` is a list of numbers, or float32 in base64, lowest byte first, if that was asked for."""
 
     object: str = "embedding"
     index: int
@@ -257,7 +257,7 @@ class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
     decoded_token: str
 
 
-PromptLogprobs = list[dict[int, PromptLogprob] | None]  # the prompt's own id comes first; None of the first
+PromptLogprobs = list[dict[int, PromptLogprob] | None]  # the prompt's own id first; None for the first token
 
 
 class MadeFunctionCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -272,7 +272,7 @@ class MadeToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """`content` is None where there are calls and no text."""
+    """`content` is null if there are calls and no text."""
 
     role: str = "assistant"
     content: str | None
@@ -323,10 +323,10 @@ class CompletionResponse(ResponseHead, frozen=True, kw_only=True):
 
 
 class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """The prompt that the model would be given. `prompt` is None where the request brought ids.
+    """The prompt that the model would be given. `prompt` is null if the request gave token ids.
 
-    The ids are the truth: a special token that a message spells out is text, and looks in `prompt` like one
-    that the template wrote.
+    Only the ids say exactly what the model gets. If a message spells out a special token, the model gets
+    ordinary text, which looks in `prompt` like a special token that the template wrote.
     """
 
     prompt: str | None

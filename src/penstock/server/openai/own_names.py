@@ -1,7 +1,7 @@
-"""Translates names of fields in errors: from a chat request's back to those that the client has sent.
+"""Translates names of fields in errors: from those of a chat request back to those that the client has sent.
 
-What several APIs have in common is checked once, as a chat's fields. Used by those whose requests become chat
-requests (`responses_input`, and Anthropic's), for errors and warnings.
+What several APIs have in common is checked only once, in the chat request that their requests become. Used
+for errors and warnings by `responses_input` and `anthropic.messages_input`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from penstock.errors import RequestError
 
 
 class MessageOrigin(NamedTuple):
-    """The parts of the request from which a message of the chat was made, by their own names.
+    """The names of the parts of a request from which a message of the chat was made.
 
     Attributes:
         where: name of the part with which the message begins.
-        call: its first call of a tool; empty where it has none.
+        call: name of the part with the message's first call of a tool; empty if it has no call.
     """
 
     where: str
@@ -31,10 +31,11 @@ class OwnWords:
     """The words of an API for things that a chat has too.
 
     Attributes:
-        fields: by the chat's name, which is translated wherever it stands.
-        params: the same for names that are plain words too, which are translated as an error's `param` alone.
-        call: its word for a call.
-        parameters: its word for the schema of a tool's arguments.
+        fields: the API's name of a field, by the chat's name, which is translated wherever it stands.
+        params: as `fields`, for names that are ordinary words too: they are translated in the `param` of an
+            error, and not in its message.
+        call: the API's word for a call.
+        parameters: the API's word for the schema of a tool's arguments.
     """
 
     fields: Mapping[str, str]
@@ -44,10 +45,10 @@ class OwnWords:
 
 
 class OwnNames:
-    """Translates what is said of a chat.
+    """Translates texts about a chat request into the names of the request from which it was made.
 
     Args:
-        words: of the API.
+        words: the words of the request's API.
         messages: the origin of each message of the chat.
         tools: the request's own name of each tool of the chat.
     """
@@ -57,7 +58,7 @@ class OwnNames:
         self._messages = messages
         self._tools = tools
         names = "|".join(map(re.escape, sorted(words.fields, key=len, reverse=True)))
-        self._pattern = re.compile(  # behind a quote are the client's own words
+        self._pattern = re.compile(  # what follows a quotation mark is quoted from the client, and stays
             r"(?<!['\"])\bmessages\[(?P<message>\d{1,9})\](?P<calls>(?:\.| has )tool_calls\b)?"
             r"|\btools\[(?P<tool>\d{1,9})\]\.function(?P<parameters>\.parameters\b)?"
             rf"|(?<!['\"])\b(?:{names})\b"
@@ -79,14 +80,14 @@ class OwnNames:
             return self._own_message(match)
         if match["tool"] is not None:
             index = int(match["tool"])
-            if index >= len(self._tools):  # the client's own words
+            if index >= len(self._tools):  # no tool of the chat: quoted from the client
                 return match[0]
             return self._tools[index] + (f".{self._words.parameters}" if match["parameters"] else "")
         return self._words.fields[match[0]]
 
     def _own_message(self, match: re.Match[str]) -> str:
         index = int(match["message"])
-        if index >= len(self._messages):  # the client's own words
+        if index >= len(self._messages):  # no message of the chat: quoted from the client
             return match[0]
         origin, calls = self._messages[index], match["calls"] or ""
         if not (calls and origin.call):

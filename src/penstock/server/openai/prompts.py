@@ -1,8 +1,8 @@
 """Turns the prompt or the messages of a request into token ids, and checks them against the model.
 
-Text that cannot fit is refused by its length in bytes, before the tokenizer sees it. A request whose prompts
-are long together is tokenised off the event loop, as one piece of work. Ids that the client gave are checked
-against the vocabulary.
+Text that cannot fit is refused by its length in bytes, before the tokenizer sees it. If all prompts of a
+request together are long, a thread beside the event loop tokenises them, as one piece of work. Ids that the
+client gave are checked against the vocabulary.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from penstock.server.openai.logprobs import token_name
 from penstock.server.openai.openai_types import ChatMessage, ContentPart
 from penstock.server.openai.tools import NO_TOOLS, ToolUse, with_own_text
 
-_TOKEN_BYTES = 4  # of text
-_MESSAGE_BYTES = 64  # of text that take a template about as long as one more message
+_TOKEN_BYTES = 4  # about how many bytes of text a token has
+_MESSAGE_BYTES = 64  # a template takes about as long for so many bytes of text as for one more message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -89,8 +89,8 @@ class PromptReader:
         """Return the token ids of a conversation.
 
         Args:
-            use: tools that the model is told of.
-            options: for the chat template.
+            use: the tools that the prompt describes.
+            options: options of the chat template, and its variables.
         """
         plain, extra, work = self._conversation(messages, use, options or {})
         ids = await self._workers.run(work, self._model.codec.encode_chat, plain, **extra)
@@ -111,7 +111,7 @@ class PromptReader:
         return await self._workers.run(size, encode, prompt, add_special_tokens=add_special_tokens)
 
     async def detokenized(self, tokens: list[int]) -> str:
-        """Return the text of these ids, of which there may be as many as a prompt has bytes."""
+        """Return the text of these ids; there may be as many ids as a prompt may have bytes."""
         if len(tokens) > self._max_bytes:
             raise InvalidRequestError(
                 f"tokens holds {len(tokens)} ids; the limit is {self._max_bytes}.",
@@ -132,7 +132,7 @@ class PromptReader:
     def _conversation(
         self, messages: list[ChatMessage], use: ToolUse, options: Mapping[str, Any]
     ) -> tuple[list[dict[str, Any]], dict[str, Any], int]:
-        """Messages and options as a template takes them, and about how many bytes of text they are."""
+        """Return messages and options as a template takes them, and about the bytes of text they cost."""
         if not 1 <= len(messages) <= self._limits.max_messages:
             raise InvalidRequestError(
                 f"messages must hold 1 to {self._limits.max_messages} messages, got {len(messages)}.",
@@ -151,7 +151,10 @@ class PromptReader:
     def _for_template(
         self, plain: list[dict[str, Any]], use: ToolUse
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Messages and tools as the model's template takes them, or in a text of ours where it takes none."""
+        """Return messages and tools as the model's template takes them.
+
+        If the template takes no tools, and `--tool-parser json` is set, tools and calls become text of ours.
+        """
         syntax = self._model.syntax
         if syntax.template_knows_tools:
             return plain, {"tools": use.tools} if use.tools else {}
@@ -199,7 +202,11 @@ class PromptReader:
 
 
 def prompt_list(prompt: Prompt, param: str = "prompt") -> list[str | list[int]]:
-    """Return the four forms of `prompt`, or of the field `param`, as a list of texts or of id lists."""
+    """Return a prompt, in any of its four forms, as a list of texts or of lists of ids.
+
+    Args:
+        param: name of the field in errors.
+    """
     if isinstance(prompt, str):
         return [prompt]
     kinds = set(map(type, prompt))
@@ -214,7 +221,7 @@ def prompt_list(prompt: Prompt, param: str = "prompt") -> list[str | list[int]]:
 
 
 def _plain_message(index: int, message: ChatMessage) -> dict[str, Any]:
-    """A message as a template sees it: role and text, and what else it has."""
+    """Return a message as a template sees it: role, text, and the other fields that it has."""
     where = f"messages[{index}]"
     if message.role not in ROLES:
         raise InvalidRequestError(
@@ -245,7 +252,7 @@ def _plain_message(index: int, message: ChatMessage) -> dict[str, Any]:
 
 
 def _message_bytes(message: dict[str, Any]) -> int:
-    """Of all its text."""
+    """Return the number of bytes of all text in a message."""
     names = ("content", "name", "reasoning_content", "tool_call_id")
     texts = [message.get(name, "") for name in names]
     calls = message.get("tool_calls")
@@ -253,16 +260,16 @@ def _message_bytes(message: dict[str, Any]) -> int:
 
 
 def text_of(message: ChatMessage) -> str:
-    """Return the text of a message that was taken."""
+    """Return the text of a message whose content was checked before."""
     return joined_text(message.content, "messages.content", _part_text)
 
 
 def joined_text(content: str | Sequence[Part] | None, where: str, part_text: PartText[Part]) -> str:
-    """Return the text of a content; that of parts is joined by line ends.
+    """Return the text of a content; the texts of its parts are joined by line ends.
 
     Args:
         where: the content's name in errors.
-        part_text: the text of a part; None for one that is not text.
+        part_text: returns the text of a part; None for a part that is not text.
 
     Raises:
         InvalidRequestError: a part is not text.

@@ -1,16 +1,18 @@
 """Rewrites grammars in Lark's notation for text that stands inside a string of JSON.
 
-A model writes the free text of a tool into its call as a string, so that a quotation mark is two characters
-there. Terminals are written anew for that. What comes out is the body of a `%lark { }` of the library of
-grammars, which keeps the names in it apart from those around it. Characters are escaped where JSON must, in
-its short form; control characters without one cannot be written.
+A model writes the free text for a tool as a string in the JSON of its call. A quotation mark, for example,
+is two characters there. The terminals of the text's grammar are therefore rewritten. Characters that JSON
+must escape have its short escapes, such as `\\n`; control characters without a short escape are refused. The
+result is the body of a `%lark { }` of the library of grammars (llguidance), which keeps the names inside
+apart from those outside.
 
-The library's lexer takes the longest word and never goes back. A text in which any line may stand before a
-line end, `/.+/ LF`, would never end then: the backslash of the end may begin other escapes too. A grammar in
-which no rule contains itself therefore becomes one terminal, in which there are no words. Another keeps its
-rules, and may have no such characters.
+The library's lexer takes the longest terminal that fits and never goes back. With `/.+/ LF`, a line and then
+its end, a text could never end: the backslash with which the escaped line end begins also fits `/.+/`, as the
+beginning of another escape. So a grammar in which no rule contains itself becomes one terminal, within which
+nothing must be chosen. A grammar with a rule that contains itself, or with `%ignore`, keeps its rules; it is
+refused if it has characters that JSON escapes.
 
-Called by `custom_tools`, for grammars of which the library has said that they can be built.
+Called by `custom_tools`, for grammars that the library has found to be sound.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _WORD = re.compile(
     re.DOTALL,
 )
 _IMPORT = re.compile(r"%import\s+common\.(\w+)(?:\s*->\s*(\w+))?\s*(?:(?:#|//).*)?")
-# Terminals of Lark's library without a character that is escaped, and those that are written anew.
+# Terminals of Lark's library without a character that JSON escapes; `_IMPORTS` has those that are rewritten.
 _PLAIN_IMPORTS = frozenset(
     {"DIGIT", "HEXDIGIT", "INT", "SIGNED_INT", "DECIMAL", "EXP", "FLOAT", "SIGNED_FLOAT", "NUMBER"}
     | {"SIGNED_NUMBER", "LCASE_LETTER", "UCASE_LETTER", "LETTER", "WORD", "CNAME"}
@@ -60,14 +62,14 @@ _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a"}
 _SETS_WITHIN = re.compile(
     r"(?<!\\)(?:\[|&&|--|~~|\|\|)"
 )  # operators of the library, behind the first bracket
-_Word = tuple[str, str]  # its kind, a group of `_WORD`, and its text
+_Word = tuple[str, str]  # a word of the grammar: its kind, which is a group of `_WORD`, and its text
 
 
 def quoted_lark(grammar: str) -> str:
-    """Return the grammar of the same texts as they stand between the quotation marks of JSON.
+    """Return a grammar of the same texts as they stand between the quotation marks of a JSON string.
 
     Raises:
-        InvalidRequestError: it has something that cannot be written anew; says what.
+        InvalidRequestError: something in the grammar cannot be rewritten; the error says what.
     """
     found = [(one.lastgroup or "other", one[0]) for one in _WORD.finditer(grammar)]
     words = [(kind, _WORDS[kind](word)) for kind, word in found if kind != "comment"]
@@ -97,7 +99,7 @@ def _bodies(words: Sequence[_Word]) -> dict[str, set[str]]:
 
 
 def _is_defined(words: Sequence[_Word], index: int) -> bool:
-    """Return whether a definition begins with this word: a colon follows, perhaps behind a priority."""
+    """Return whether a definition begins with this word: a colon follows, perhaps after a priority."""
     rest = (word for _, word in words[index + 1 : index + 6] if not word.isspace())
     following = next(rest, "")
     return (next(rest, "") if following.startswith(".") else following) == ":"
@@ -113,7 +115,10 @@ def _contains_itself(bodies: Mapping[str, set[str]]) -> bool:
 
 
 def _one_terminal(words: Sequence[_Word], rules: Collection[str]) -> str:
-    """Return the grammar with a terminal in place of each rule; what rules alone may have is left out."""
+    """Return the grammar with a terminal in place of each rule.
+
+    Aliases, priorities, and `?` and `!` before a rule are left out, which only concern trees of rules.
+    """
     parts: list[str] = []
     is_alias = False
     for index, (kind, word) in enumerate(words):
@@ -122,7 +127,7 @@ def _one_terminal(words: Sequence[_Word], rules: Collection[str]) -> str:
             is_alias = not is_name
         elif is_name and word in rules:
             if parts and parts[-1] in "?!" and _is_defined(words, index):
-                parts.pop()  # how trees are made of it
+                parts.pop()  # the mark says how trees of the rule are made
             parts.append(f"RULE_{word.upper()}" if word != word.upper() else word)
         elif not (kind == "kept" and word.startswith(".")):
             parts.append(word)
@@ -136,7 +141,7 @@ def lark_of_regex(pattern: str) -> str:
 
 
 def _string(word: str) -> str:
-    """A literal; one of any case becomes an expression."""
+    """Return a literal rewritten; one that ignores case becomes a regular expression."""
     literal = word.removesuffix("i")
     try:
         text = json.loads(literal)
@@ -171,10 +176,10 @@ def _regex(word: str) -> str:
 
 
 def _quoted_regex(body: str, dot: Mapping[str, str]) -> str:
-    """Return the expression written anew.
+    """Return a regular expression rewritten.
 
     Args:
-        dot: the characters that are escaped among those that a dot matches.
+        dot: those of the characters that a dot matches which JSON escapes, with the letters of their escapes.
     """
 
     def written(found: re.Match[str]) -> str:
@@ -203,7 +208,7 @@ def _escape(atom: str) -> str:
 
 
 def _choice(atom: str) -> str:
-    """A class of characters."""
+    """Return a class of characters rewritten."""
     if _SETS_WITHIN.search(atom, 1):
         raise _refused(f"the class {atom[:64]}")
     try:
@@ -221,7 +226,7 @@ def _either(plain: str, escaped: Mapping[str, str]) -> str:
 
 
 def _character(character: str) -> str:
-    """The expression that matches it in a string of JSON."""
+    """Return the regular expression of a character as a JSON string has it."""
     if character in _ESCAPES:
         escape = _ESCAPES[character]
         return rf"(?:\\{escape if escape.isalpha() else chr(92) + escape})"

@@ -1,7 +1,8 @@
 """Turns a request to `/v1/responses` into the chat request that asks for the same.
 
-What the two APIs have in common is checked once, as a chat's fields; `own_names` turns the names of those in
-an error back into the ones that the client has sent. Called by `responses`.
+What the two APIs have in common is checked only once, in the chat request. An error there has the chat's
+names of fields; `own_names` turns them back into the names that the client has sent. Called by
+`routes.responses`.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from penstock.server.openai.responses_types import (
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
 
-# Fields that ask for what a server does that keeps responses, or that we do not have: the values that ask for
-# nothing, and what to do in place of others.
+# Fields that need a server which stores responses, and others that we do not support: the values that ask for
+# nothing, and what to do instead of giving another value.
 _KEEP = "This server does not store responses: send the whole conversation in input."
 _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "previous_response_id": ((None,), _KEEP),
@@ -52,7 +53,7 @@ _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "truncation": ((None, "disabled"), "Leave it out, and shorten the input if it is too long."),
 }
 _NO_BUDGET = "Leave it out: max_output_tokens limits reasoning and answer together."
-# Fields of chats that would change the answer, and bounds on reasoning.
+# The same for fields of chats that would change the answer, and for bounds on reasoning.
 _OF_CHATS: Mapping[str, tuple[tuple[object, ...], str]] = {
     "messages": ((None,), "Send them in input."),
     "n": ((None, 1), "Send several requests."),
@@ -65,11 +66,11 @@ _OF_CHATS: Mapping[str, tuple[tuple[object, ...], str]] = {
     "add_special_tokens": ((None, False), "The chat template writes the special tokens."),
     **dict.fromkeys(REASONING_BUDGETS, ((None,), _NO_BUDGET)),
 }
-# What `reasoning` has elsewhere, by several names.
+# The same for the names of a bound that other servers take within `reasoning`.
 _OF_REASONING: Mapping[str, tuple[tuple[object, ...], str]] = {
     f"reasoning.{name}": ((None,), _NO_BUDGET) for name in ("max_tokens", "budget_tokens", "budget")
 }
-# And those that are taken and change nothing.
+# Fields that are accepted and change nothing; a warning names them if they have none of these values.
 _UNUSED: Mapping[str, tuple[object, ...]] = {
     "store": (None, False),
     "max_tool_calls": (None,),
@@ -78,7 +79,7 @@ _UNUSED: Mapping[str, tuple[object, ...]] = {
     "prompt_cache_retention": (None, "in_memory"),
 }
 
-# Tools that the API runs itself: by the beginning of their type.
+# Beginnings of the types of tools that the API runs itself.
 _HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "tool_search")
 _CALLS = ("function_call", "custom_tool_call")
 
@@ -103,15 +104,15 @@ _WORDS = OwnWords(
 
 
 class ChatOfResponse:
-    """The chat request that a response request comes to.
+    """A request to `/v1/responses` as a chat request, with what a chat cannot express.
 
     Attributes:
-        request: the same as a chat.
-        names: the request's own names, in place of the chat's.
-        unused: fields of the request that change nothing here.
-        inputs: grammars of the texts of custom tools, by tool.
+        request: the chat request.
+        names: turns the chat's names of fields into those of the given request.
+        unused: fields of the given request that change nothing here.
+        inputs: grammars of the texts of custom tools, by the tool's name.
         customs: names of the custom tools.
-        skipped: tools that the API would run itself.
+        skipped: tools that the API would run itself, and that are left out.
     """
 
     def __init__(self, request: ResponsesRequest, limits: Limits) -> None:
@@ -152,9 +153,9 @@ def _wrong(message: str, param: str, *, remedy: str = "", code: str | None = Non
 
 
 def refuse_fields_of_chats(body: Mapping[str, Any]) -> None:
-    """Raise `InvalidRequestError` for a field with another name here, or a bound on reasoning.
+    """Raise `InvalidRequestError` for a field that has another name here, and for a bound on reasoning.
 
-    Otherwise it would be ignored as unknown.
+    Without this they would be ignored as unknown fields.
     """
     refuse_asked(_OF_CHATS, body.get)
     reasoning = body.get("reasoning")
@@ -163,7 +164,7 @@ def refuse_fields_of_chats(body: Mapping[str, Any]) -> None:
 
 
 def unknown_here(body: Mapping[str, Any]) -> list[str]:
-    """Return `fields.unknown_fields`, but for those of a chat that ask for nothing."""
+    """Return `fields.unknown_fields` without the fields of chats, which `refuse_fields_of_chats` checks."""
     return [name for name in unknown_fields(body, ResponsesRequest) if name not in _OF_CHATS]
 
 
@@ -195,7 +196,7 @@ def _unused(request: ResponsesRequest) -> list[str]:
 
 
 def _messages(request: ResponsesRequest, limits: Limits) -> tuple[list[ChatMessage], list[MessageOrigin]]:
-    """Return the conversation, and the origin of each message in the input."""
+    """Return the conversation, and for each message the parts of the request from which it was made."""
     messages: list[ChatMessage | _Turn] = []
     origins: list[MessageOrigin] = []
     if request.instructions:
@@ -227,7 +228,7 @@ def _items(given: str | list[InputItem], most: int) -> list[InputItem]:
 
 
 def _begun(item: InputItem, where: str) -> ChatMessage | _Turn:
-    """The message that begins with this item."""
+    """Return the message, or the turn of the model, that begins with this item."""
     if item.kind in ("function_call_output", "custom_tool_call_output"):
         return _result(item, where)
     if item.kind == "message" and item.role != "assistant":
@@ -238,8 +239,11 @@ def _begun(item: InputItem, where: str) -> ChatMessage | _Turn:
 
 
 class _Turn:
-    """What the model said at once: a thought, a text, and calls; any may be missing. Text between calls, or
-    behind them, belongs to it, so that results stand behind their calls."""
+    """The items that become one message of the model: reasoning, a text and calls; any may be missing.
+
+    Text between calls or after them belongs to the same turn. If it began a message of its own, the results
+    would no longer follow the message with their calls.
+    """
 
     def __init__(self) -> None:
         self._reasoning: str | None = None
@@ -247,14 +251,14 @@ class _Turn:
         self._calls: list[ToolCall] = []
 
     def takes(self, item: InputItem) -> bool:
-        """Whether the item goes on with this turn."""
+        """Return whether the item belongs to this turn."""
         if item.kind in _CALLS:
             return True
         is_text = item.kind == "message" and item.role == "assistant"
         return is_text and (self._text is None or bool(self._calls))
 
     def take(self, item: InputItem, where: str) -> None:
-        """Add an item. Raises `InvalidRequestError` for one that nobody has."""
+        """Add an item. Raises `InvalidRequestError` if the server does not accept its type."""
         if item.kind == "message":
             self._text = (self._text or "") + joined_text(item.content, f"{where}.content", _part_text)
         elif item.kind == "reasoning":
@@ -321,7 +325,7 @@ def _part_text(part: InputPart) -> str | None:
 
 
 def is_hosted(tool: FunctionTool) -> bool:
-    """Return whether a tool is one that the API runs itself; this server does not have it."""
+    """Return whether the API runs a tool itself; this server then does not have it."""
     return tool.type.startswith(_HOSTED)
 
 
@@ -329,9 +333,9 @@ class _Tools:
     """The tools of a request.
 
     Attributes:
-        made: those that the client runs, as a chat has them.
-        names: of each of these in errors.
-        inputs, customs, skipped: as those of `ChatOfResponse`.
+        made: the tools that the client runs, in the form of a chat.
+        names: the name of each of them in errors.
+        inputs, customs, skipped: as in `ChatOfResponse`.
     """
 
     def __init__(self, tools: Sequence[FunctionTool]) -> None:

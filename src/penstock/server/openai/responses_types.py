@@ -1,7 +1,7 @@
 """The types of a request to `/v1/responses`, and of its answer.
 
 The names and shapes are those of OpenAI's Responses API and of the Open Responses specification, as far as a
-server can follow them that keeps nothing. Read and written by msgspec, as `openai_types`.
+server that stores no responses can follow them. msgspec reads and writes them, as it does `openai_types`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class InputPart(msgspec.Struct, frozen=True):
 
 
 class InputItem(msgspec.Struct, frozen=True, kw_only=True):
-    """An item of the input: a message, reasoning of the model, a call, or the result of one.
+    """An item of the input: a message, reasoning of the model, a call, or the result of a call.
 
-    `type` says which; a message may leave it out. `id` and `status` of items that came from here before are
-    taken and mean nothing.
+    `type` says which; a message may leave it out. `id` and `status`, which items of earlier answers have, are
+    accepted and mean nothing.
     """
 
     type: str | None = None
@@ -60,12 +60,12 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kind(self) -> str:
-        """The value of `type`, or the meaning of its absence."""
+        """The value of `type`; "message" without one."""
         return "message" if self.type is None else self.type
 
 
 class CustomFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The format of the text for a custom tool: free, or of a grammar."""
+    """The format of the text for a custom tool: free text, or text that follows a grammar."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
@@ -73,9 +73,10 @@ class CustomFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A function that may be called, a custom tool, or one that the API runs itself; by `type`.
+    """A tool; `type` says whether it is a function, a custom tool, or one that the API runs itself.
 
-    The fields that a chat has under `function` stand here beside it; `format` is a custom tool's.
+    The fields that a chat request has within `function` stand here beside `type`. Only a custom tool has
+    `format`.
     """
 
     type: str
@@ -91,7 +92,7 @@ class NamedChoice(NamedFunction, frozen=True, kw_only=True):
 
 
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`strict` changes nothing: a schema is always kept to."""
+    """`strict` changes nothing: the answer always keeps to the schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -106,7 +107,7 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer has all of the reasoning, and no summary of it."""
+    """The answer has the whole reasoning and no summary of it, whatever `summary` is."""
 
     effort: ReasoningEffort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -169,7 +170,7 @@ class OutputReasoning(msgspec.Struct, frozen=True, kw_only=True, tag_field="type
 
 
 class OutputCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
-    """`arguments` of one that is incomplete may be no JSON."""
+    """`arguments` may be invalid JSON if the status is `incomplete`."""
 
     id: str
     status: Status
@@ -179,7 +180,7 @@ class OutputCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
 
 
 class OutputCustomCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"):
-    """`input` of one that is incomplete is what the model has written so far, with what stands around it."""
+    """`input` is the text for the tool; if the status is `incomplete`, the arguments as far as they go."""
 
     id: str
     status: Status
@@ -218,7 +219,7 @@ class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
-    """The result, and the request, with the values that held where it said nothing."""
+    """The result, and the fields of the request, with the values that held for those that were not given."""
 
     id: str
     object: str = "response"

@@ -15,20 +15,21 @@ from penstock.server.openai.structured import structured_outputs
 from penstock.tokenizer.bad_words import with_bad_words
 
 DEFAULT_COMPLETION_TOKENS = 16
-NO_LIMIT = -1  # of max_tokens: as many as fit behind the prompt
+NO_LIMIT = -1  # as `max_tokens`: as many as fit into the context after the prompt
 _FROM_MODEL = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def chat_sampling(
     request: ChatRequest, model: ServedModel, limits: Limits, *, open_objects: bool
 ) -> SamplingParams:
-    """Return the sampling of a chat request; `max_tokens` None fills the context.
+    """Return the sampling parameters of a chat request; with `max_tokens` None the answer fills the context.
 
     Args:
-        open_objects: objects of JSON schemas stay open where the request does not say.
+        open_objects: whether an object of a JSON schema may have further keys, if neither the schema nor the
+            request says so.
 
     Raises:
-        InvalidRequestError: a field is out of bounds, or does not fit the model; names it.
+        InvalidRequestError: a field is out of bounds, or does not fit the model; the error names it.
     """
     most, name = min(limits.max_logprobs, model.vocab_size), output_field(request)
     limit, logprobs = getattr(request, name), _chat_logprobs(request, most)
@@ -43,14 +44,14 @@ def chat_sampling(
 
 
 def output_field(request: ChatRequest) -> str:
-    """Return the field that bounds the answer of a chat: the newer name, if given, before the older."""
+    """Return the name of the field that bounds a chat's answer: the newer name if the request uses it."""
     return "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
 
 
 def completion_sampling(
     request: CompletionRequest, model: ServedModel, limits: Limits, *, open_objects: bool
 ) -> SamplingParams:
-    """Return the sampling of a completions request; as `chat_sampling`."""
+    """Return the sampling parameters of a completions request; arguments and errors as in `chat_sampling`."""
     sampling = _validated(
         request,
         model,
@@ -65,17 +66,20 @@ def completion_sampling(
 
 
 def default_completion_tokens(request: CompletionRequest) -> int | None:
-    """Return the tokens of a completion that names no number; None fills the context."""
+    """Return how many tokens a completion has that gives no number of them; None: it fills the context."""
     return None if request.max_tokens == NO_LIMIT else DEFAULT_COMPLETION_TOKENS
 
 
 def _settled(sampling: SamplingParams, model: ServedModel, limits: Limits) -> SamplingParams:
-    """With ids for bad words: all of them together are a short text (`server.http.text_workers`)."""
+    """Return the sampling parameters, checked against the limits, with token ids for the bad words.
+
+    The words are tokenised on the event loop, since all of them together are a short text.
+    """
     return with_bad_words(_within(sampling, limits), model.codec.encode_trusted, model.vocab_size)
 
 
 def _within(sampling: SamplingParams, limits: Limits) -> SamplingParams:
-    """The sampling, unless it asks for more than this server allows."""
+    """Return the sampling parameters as they are. Raises `InvalidRequestError` if they exceed the limits."""
     stops = sampling.stop_strings
     longest = max((len(text.encode()) for text in stops), default=0)
     longest_word = max((len(text.encode("utf-8", "surrogatepass")) for text in sampling.bad_words), default=0)
@@ -186,15 +190,15 @@ def fit_to_context(
     prompt_field: str = "prompt",
     output_field: str = "max_tokens",
 ) -> SamplingParams:
-    """Return the sampling with a `max_tokens` that fits behind this prompt.
+    """Return the sampling parameters with a `max_tokens` that fits into the context after this prompt.
 
     Args:
-        default: tokens to generate when the request names none; None fills the context. A default is
-            shortened to fit, a number that the client gave is not, of `min_tokens` neither.
-        prompt_field, output_field: what the client calls the prompt and the bound of the output.
+        default: tokens to generate if the request gives no number; None: as many as fit. The default is
+            lowered until it fits, but not below `min_tokens`; a number that the client gave is not lowered.
+        prompt_field, output_field: the client's names of the prompt and of the bound on the output.
 
     Raises:
-        InvalidRequestError: prompt and output are longer than the context; names both numbers.
+        InvalidRequestError: the prompt, with the least output that is asked for, is longer than the context.
     """
     room, least = max_model_len - num_prompt_tokens, 0 if sampling.max_tokens == 0 else 1
     name, wanted = output_field, sampling.max_tokens

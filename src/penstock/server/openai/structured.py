@@ -13,7 +13,7 @@ from penstock.tokenizer.tool_grammar import has_rule, reasoned_grammar
 
 
 def structured_field(request: GenerateRequest) -> str:
-    """Return the field by which structured output is asked for, if it is."""
+    """Return the name of the field that asks for structured output, if any does."""
     fields = request.structured_outputs
     if fields is None or (request.response_format is not None and not _says_what(fields)):
         return "response_format"
@@ -21,13 +21,15 @@ def structured_field(request: GenerateRequest) -> str:
 
 
 def structured_outputs(request: GenerateRequest, *, open_objects: bool) -> StructuredOutputs | None:
-    """Return what the text must be; None where nothing is asked.
+    """Return what the text must be; None if the request does not say.
 
     Args:
-        open_objects: objects of JSON schemas stay open where the request does not say.
+        open_objects: whether an object of a JSON schema may have further keys, if neither the schema nor the
+            request says so.
 
     Raises:
-        InvalidRequestError: two fields say what the text must be, or one does not say it; names the field.
+        InvalidRequestError: both fields say what the text must be, or a schema is missing; the error names
+            the field.
     """
     of_format = None if request.response_format is None else _of_format(request.response_format)
     fields = request.structured_outputs or StructuredOutputFields()
@@ -55,12 +57,15 @@ def _says_what(fields: StructuredOutputFields) -> bool:
 def in_place_of_calls(
     sampling: SamplingParams, use: ToolUse, syntax: ModelSyntax, param: str
 ) -> StructuredOutputs | None:
-    """Return what the text must be where a model may call tools or not.
+    """Return what the text must be if the model makes no call, where it may call tools or not.
 
-    None where that is not bound, or where there is no choice.
+    Return None if the text is not bound, or if the request leaves the model no such choice.
+
+    Args:
+        param: the field that binds the text.
 
     Raises:
-        InvalidRequestError: there is no grammar of either; names the field.
+        InvalidRequestError: no grammar can say "this text or a call"; the error names the field.
     """
     text = sampling.structured_outputs
     if text is None or use.choice != "auto":
@@ -81,10 +86,16 @@ def in_place_of_calls(
 def behind_reasoning(
     sampling: SamplingParams, syntax: ModelSyntax, param: str, *, is_open: bool
 ) -> str | None:
-    """Return the grammar of a bound text behind reasoning; None where it is bound from its beginning.
+    """Return the grammar of an answer that has reasoning and then a bound text.
+
+    Return None if the whole answer is bound, as that of a model that does not reason, or not bound at all.
 
     Args:
-        is_open: the prompt has opened the reasoning.
+        param: the field that binds the text.
+        is_open: the answer begins inside the reasoning.
+
+    Raises:
+        InvalidRequestError: the answer begins with reasoning, and no grammar can say what follows it.
     """
     structured, reasoning = sampling.structured_outputs, syntax.reasoning
     if structured is None or reasoning is None:

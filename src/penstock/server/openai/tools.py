@@ -1,8 +1,8 @@
-"""The tools of a chat request: what it may ask for, what the template is told, and how the answer is read.
+"""The tools of a chat request: what it may ask for, what the template gets, and which grammar calls follow.
 
-`tool_use` checks the fields against each other, the limits and the model. A model whose chat template knows
-no tools is told of them by a text of our own if the server was started with `--tool-parser json`; else they
-are refused. Called by `chat_reader`.
+`tool_use` checks the fields against each other, the limits and the model. If the model's chat template does
+not support tools, they are refused, unless the server was started with `--tool-parser json`. A text of ours
+then describes the tools to the model. Called by `chat_reader`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class ToolUse:
     """The tools that a request asks for.
 
     Attributes:
-        tools: as templates show them.
-        strict: names of those whose calls must fit their schema.
+        tools: the tools as templates get them.
+        strict: names of the tools whose calls must fit their schema even if no call is required.
         choice: "none", "auto", "required" or "named".
-        named: the tool that must be called, for "named".
-        is_parallel: an answer may have several calls.
+        named: the tool that must be called, if `choice` is "named"; else empty.
+        is_parallel: whether an answer may have several calls.
     """
 
     tools: list[dict[str, Any]]
@@ -52,7 +52,7 @@ class ToolUse:
         return frozenset(tool["function"]["name"] for tool in self.tools)
 
     def binds(self, name: str) -> bool:
-        """Return whether arguments of this tool's calls must fit its schema, by a grammar."""
+        """Return whether a grammar makes the arguments of this tool's calls fit its schema."""
         if self.choice == "auto":
             return name in self.strict
         return self.named in ("", name)
@@ -145,7 +145,7 @@ def _check_model(kind: str, syntax: ModelSyntax) -> None:
 
 
 def _shown(tool: Tool) -> dict[str, Any]:
-    """A tool as templates show it: without what concerns only this server."""
+    """Return a tool as templates get it: without `strict`, which concerns only this server."""
     function = msgspec.structs.replace(tool.function, strict=None)
     return {"type": "function", "function": msgspec.to_builtins(function)}
 
@@ -153,11 +153,12 @@ def _shown(tool: Tool) -> dict[str, Any]:
 def grammar_of(
     use: ToolUse, syntax: ModelSyntax, *, is_open: bool, text: StructuredOutputs | None = None
 ) -> str | None:
-    """Return the grammar that the answer must follow; None where tools ask for none.
+    """Return the grammar that the answer must follow; None if the tools require no grammar.
 
     Args:
-        is_open: the prompt has opened the reasoning.
-        text: what may stand in place of calls that may be made or not; None: anything.
+        is_open: the answer begins inside the reasoning.
+        text: what the answer must be if the model makes no call, which it may only with the choice "auto";
+            None: any text.
     """
     if use.choice == "none" or syntax.tools is None:
         return None
@@ -179,13 +180,13 @@ def grammar_of(
 
 
 def callable_names(use: ToolUse) -> list[str]:
-    """Return the tools that an answer may call, in the order that they have in its grammar."""
+    """Return the names of the tools that an answer may call, in the order of its grammar."""
     names = [tool["function"]["name"] for tool in use.tools]
     return [name for name in names if use.choice == "auto" or use.binds(name)]
 
 
 def bound_schemas(use: ToolUse) -> dict[str, str]:
-    """Return the schemas that a grammar makes arguments obey, as JSON text, by the field that gave them."""
+    """Return the schemas that arguments must fit by a grammar: as JSON text, by the field that gave each."""
     schemas = {}
     for index, tool in enumerate(use.tools):
         name, schema = tool["function"]["name"], tool["function"].get("parameters")
@@ -195,10 +196,14 @@ def bound_schemas(use: ToolUse) -> dict[str, str]:
 
 
 def with_own_text(messages: list[dict[str, Any]], use: ToolUse) -> list[dict[str, Any]]:
-    """Return messages for a template without tools: tools in the system's text, calls and results as text."""
+    """Return messages for a template without tools, in which tools, calls and results are text.
+
+    The tools stand in the system's message, a call in the message of the assistant that made it. Results are
+    added to the user's message before them, or become one.
+    """
     plain: list[dict[str, Any]] = []
     names: dict[str, str] = {}
-    user_texts: list[str] = []  # of the last user's message: the results behind a message are in it
+    user_texts: list[str] = []  # of the user's message that results are being added to
     for message in messages:
         if message["role"] == "tool":
             if not user_texts and (not plain or plain[-1]["role"] != "user"):
