@@ -1,6 +1,7 @@
 """`/pause`, `/resume`, `/flush_cache`, `/abort` and the like: for administrators, where an admin key is set.
 
-An operation is answered when every rank of every replica has it behind it; see `penstock.operations`.
+An operation is answered when every rank of every replica has passed its first plan under it; see
+`penstock.operations`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Session = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": f"^{SESSION_
 
 
 class TimeoutQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters of an operation that has no others."""
+    """The parameters of an operation that takes nothing but a time limit."""
 
     timeout_s: Timeout = DEFAULT_TIMEOUT_S
 
@@ -131,16 +132,16 @@ class Slowed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionOpened(msgspec.Struct, frozen=True, kw_only=True):
-    """The name of a session, its bounds, and the replica that has it."""
+    """The name of a session, its bounds, and the result in the replica that has it."""
 
     session_id: str
-    capacity_tokens: int | None  # None: as much as all sessions together may have
+    capacity_tokens: int | None  # None: as many as all sessions together may keep
     idle_s: float
     replicas: list[OperationDone]
 
 
 class SessionClosed(msgspec.Struct, frozen=True, kw_only=True):
-    """Which session is closed, and in which replica."""
+    """The name of a session that is closed, and the result in the replica that had it."""
 
     session_id: str
     replicas: list[OperationDone]
@@ -151,12 +152,12 @@ class PauseState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdminRoute:
-    """The route that applies the operations of administrators; it answers when every rank is done.
+    """The routes that apply the operations of administrators.
 
     Args:
-        lifecycle: knows the HTTP requests that run, so that one can be named by its x-request-id.
-        profiler: that of the same engine.
-        limits: limits of the times of sessions.
+        lifecycle: knows the running HTTP requests, so that an abort can name one by its x-request-id.
+        profiler: makes the profiles of the same engine.
+        limits: has the limits on the idle time of sessions.
     """
 
     def __init__(self, engine: EngineLike, lifecycle: Lifecycle, profiler: Profiler, limits: Limits) -> None:
@@ -166,27 +167,31 @@ class AdminRoute:
         self._profiler = profiler
 
     async def pause(self, query: PauseQuery) -> Response:
-        """Compute nothing until resumed. Started requests are kept, or may end, or are aborted with all."""
+        """Compute no requests until `/resume`.
+
+        With the mode `keep`, started requests are held where they are; with `wait`, they end first; with
+        `abort`, all requests are aborted, waiting ones too.
+        """
         return await self._pause(Pause(query.mode), query.timeout_s)
 
     async def resume(self, query: TimeoutQuery) -> Response:
-        """Go on after a pause. Harmless where there is none."""
+        """Continue after a pause. Harmless without a pause."""
         return await self._pause(Resume(), query.timeout_s)
 
     async def is_paused(self, _query: NoQuery) -> Response:
-        """Return whether any replica is paused, as of its last message, at most a second ago."""
+        """Return whether any replica is paused, by its last message, which is at most about a second old."""
         stats = self._engine.status().stats
         return json_response(
             msgspec.json.encode(PauseState(is_paused=stats is not None and stats.scheduler.paused))
         )
 
     async def flush_cache(self, query: FlushQuery) -> Response:
-        """Hide all earlier results from requests that start from now on; running ones go on."""
+        """Hide all cached KV blocks from requests that start from now on; running requests continue."""
         done = await self._engine.operate(FlushCache(query.store), query.timeout_s)
         return json_response(msgspec.json.encode(Flushed(replicas=done)))
 
     async def abort(self, query: AbortQuery) -> Response:
-        """End requests at once; clients get the error `aborted_by_administrator`."""
+        """End requests at once; their clients get the error `aborted_by_administrator`."""
         if bool(query.request_id) == query.every:
             raise InvalidRequestError(
                 "give either request_id, once or several times, or all=true.",
@@ -204,15 +209,15 @@ class AdminRoute:
         return json_response(msgspec.json.encode(Aborted(replicas=done)))
 
     async def slow_down(self, query: SlowDownQuery) -> Response:
-        """Let plans follow one another no faster than this, for tests of what is slow; 0 ends it."""
+        """Let at least `interval_ms` pass between two plans with tokens, for tests; 0: full speed."""
         done = await self._engine.operate(SlowDown(query.interval_ms), query.timeout_s)
         return json_response(msgspec.json.encode(Slowed(interval_ms=query.interval_ms, replicas=done)))
 
     async def open_session(self, query: OpenSessionQuery) -> Response:
-        """Keep what requests of this session compute, before what others leave.
+        """Keep the KV blocks that requests of this session compute, in preference to those of others.
 
-        It is kept until the session is closed or has not been used for too long. Again with the same name:
-        give it other bounds.
+        They are kept until the session is closed, or has been idle for too long. If the session is open
+        already, it gets the new bounds.
         """
         if query.session_id is not None:
             check_session_id(query.session_id)
@@ -246,21 +251,27 @@ class AdminRoute:
         return json_response(msgspec.json.encode(opened))
 
     async def close_session(self, query: CloseSessionQuery) -> Response:
-        """Keep nothing for it any more. Its requests go on."""
+        """Close a session: keep nothing for it any more. Its running requests continue."""
         check_session_id(query.session_id)
         done = await self._engine.operate(CloseSession(query.session_id), query.timeout_s)
         return json_response(msgspec.json.encode(SessionClosed(session_id=query.session_id, replicas=done)))
 
     async def start_profile(self, query: TimeoutQuery) -> Response:
-        """Record what every stage does, from the same step on. It ends by itself after some time."""
+        """Begin a profile: record what every stage does, from the same step on in all stages.
+
+        It ends by itself at limits of time and size.
+        """
         return json_response(msgspec.json.encode(await self._profiler.start(query.timeout_s)))
 
     async def stop_profile(self, query: TimeoutQuery) -> Response:
-        """End the recording at the same step everywhere, and write it as a trace that Perfetto opens."""
+        """End the profile, at the same step in all stages, and write it as a trace that Perfetto opens.
+
+        If it has ended by itself, return what was written then.
+        """
         return json_response(msgspec.json.encode(await self._profiler.stop(query.timeout_s)))
 
     def _meant(self, names: list[str]) -> list[str]:
-        """What the engine calls the requests that are named so in logs, headers and answers."""
+        """Return the engine's ids of requests that are named by the ids of logs, headers or answers."""
         meant = {name.removeprefix(prefix) for name in names for prefix in _ANSWER_PREFIXES} | {*names}
         records = [work.record for work in self._lifecycle.running if isinstance(work, GenerationResponse)]
         return sorted(meant | {record.unique_id for record in records if record.request_id in meant})

@@ -1,7 +1,7 @@
-"""Turns a chat request into the sequence that answers it, and the reader of its answers.
+"""Turns a chat request into a prompt with sampling parameters, and says how its answers are to be read.
 
-Called by the routes that take conversations: `chat`, and `responses` and `messages`, which make chat requests
-of their own.
+Called by the routes that take conversations: `chat`, and also `responses` and `messages`, which make a chat
+request of each of their requests.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class ReadChat:
     """A chat request that was read.
 
     Attributes:
+        sequence: the prompt, and how its continuations are sampled.
         reading: how the answers are read; None: all of their text is content.
         unused: fields that have no effect on this model.
     """
@@ -51,10 +52,14 @@ class ChatReader:
         self._grammars = grammars
 
     async def read(self, request: ChatRequest, inputs: Mapping[str, InputGrammar] = NO_INPUTS) -> ReadChat:
-        """Return the request as read, with its grammar checked. An error names the field at fault.
+        """Return what the request asks for, after all its grammars were checked.
 
         Args:
-            inputs: grammars of the texts of custom tools, by tool.
+            inputs: grammars of the texts of custom tools, by the tool's name.
+
+        Raises:
+            InvalidRequestError: a field is wrong, or a grammar cannot be used; the error names the field.
+            OverloadedError: too many texts or grammars wait.
         """
         intake, grammars = self._intake, self._grammars
         model = intake.model
@@ -66,7 +71,7 @@ class ChatReader:
         reading = reading_of(request, use, model.syntax, is_open=is_open)
         asked_by = structured_field(request)
         text = in_place_of_calls(sampling, use, model.syntax, asked_by)
-        if use.choice in ("none", "auto"):  # else there are only calls
+        if use.choice in ("none", "auto"):  # else the answer has calls alone, and no such text
             await grammars.check_sampling(sampling, asked_by)
         grammar = grammar_of(use, model.syntax, is_open=is_open, text=text)
         grammar, unbound = await self._with_inputs(grammar, use, inputs)
@@ -93,9 +98,9 @@ class ChatReader:
         return await self._intake.workers.run(size, with_inputs, grammar, use, inputs)
 
     async def render(self, request: ChatRequest) -> tuple[str, Sequence, list[str]]:
-        """Return the text that the template makes, its sequence, and fields without effect.
+        """Return the text that the template makes, the sequence, and the fields without effect.
 
-        No grammar is checked.
+        No grammar is checked. Errors are as in `read`.
         """
         prompts = self._intake.prompts
         intake = self._intake
@@ -106,7 +111,10 @@ class ChatReader:
         return await prompts.chat_text(request.messages, use, options), sequence, unused
 
     async def prompt(self, request: ChatRequest) -> tuple[list[int], list[str]]:
-        """Return the ids of the prompt, however many, and fields without effect; sampling is checked too."""
+        """Return the ids of the prompt, and the fields without effect; the sampling fields are checked too.
+
+        The prompt may be longer than the model's context.
+        """
         intake = self._intake
         chat_sampling(request, intake.model, intake.limits, open_objects=intake.open_objects)
         use, options, unused = self._beside_messages(request)
@@ -118,7 +126,10 @@ class ChatReader:
         return tool_use(request, syntax, limits), *template_options(request, syntax, limits)
 
     def _made_grammar(self, grammar: str, sampling: SamplingParams) -> StructuredOutputs:
-        """Return a grammar of calls or reasoning; its objects are as open as the request's others."""
+        """Return a grammar of calls or reasoning as structured output.
+
+        Its schemas leave objects open as the rest of the request does.
+        """
         asked = sampling.structured_outputs
         open_objects = self._intake.open_objects if asked is None else asked.open_objects
         return StructuredOutputs(grammar=grammar, open_objects=open_objects)
@@ -138,7 +149,12 @@ class ChatReader:
 def _for_reading(
     sampling: SamplingParams, reading: Reading | None, model: ServedModel, made: StructuredOutputs | None
 ) -> SamplingParams:
-    """Return the sampling of an answer that can be read so, and that follows the grammar."""
+    """Return the sampling parameters of an answer whose text shows its markers, and that follows a grammar.
+
+    Args:
+        reading: how the answer is read.
+        made: the grammar; None: the structured output stays as it is.
+    """
     changes: dict[str, Any] = {}
     if markers := shown_markers(reading, model.syntax):
         changes["shown_special_tokens"] = markers

@@ -1,7 +1,8 @@
 """The route `POST /v1/embeddings`: a vector for each input.
 
-Inputs are texts or token ids in all four forms of a completions prompt. They go to the engine a few at a
-time, so that one request with thousands of them leaves room in the queue; a failed one ends the others.
+Inputs are texts or token ids in any of the four forms of a completions prompt. They go to the engine a few at
+a time, so that a request with thousands of inputs leaves room in the queue. If one input fails, the whole
+request does.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from penstock.server.openai.openai_types import (
 from penstock.server.routes.intake import Intake
 
 AT_ONCE = 64  # inputs of one request in the engine
-_BYTES_PER_NUMBER = 20  # of JSON, about
+_BYTES_PER_NUMBER = 20  # about the bytes of a number in JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingJob(GenerationJob):
-    """The work that one embeddings request asks for; the sampling of its sequences has no meaning."""
+    """The work that one embeddings request asks for; sampling parameters of its sequences mean nothing."""
 
     params: PoolingParams
 
@@ -137,7 +138,11 @@ def _num_bytes(outcomes: list[TextDelta]) -> int:
 def embedding_body(
     model: str, write: Callable[[bytes], list[float] | str], outcomes: list[TextDelta], usage: Usage
 ) -> bytes:
-    """Return the body of a whole answer; `write` gives vectors, float32, their form."""
+    """Return the body of an answer.
+
+    Args:
+        write: turns the bytes of a vector, which are float32, into the form that the client wants.
+    """
     response = EmbeddingResponse(
         data=[
             Embedding(index=index, embedding=write(outcome.vector)) for index, outcome in enumerate(outcomes)

@@ -1,6 +1,6 @@
-"""The checks of grammars in a request: one that cannot be built within bounds is refused by its field.
+"""The checks of a request's grammars: one that cannot be built within bounds is refused, and its field named.
 
-A request meets them when its prompt and its sampling are known, before its `responder`.
+They are made when the prompt and the sampling parameters are known, before `responder` makes the response.
 """
 
 from __future__ import annotations
@@ -14,39 +14,43 @@ from penstock.request import SamplingParams, StructuredOutputs
 
 
 class GrammarChecks:
-    """The checks of grammars; a refusal names the field that asks for one. One for the server."""
+    """The checks of grammars; a refusal names the field at fault. The server has one such object."""
 
     def __init__(self, prover: GrammarProver) -> None:
         self._prover = prover
 
     async def check_sampling(self, sampling: SamplingParams, param: str = "structured_outputs") -> None:
-        """Return if the structured output of `sampling`, where there is one, can be had.
+        """Check the structured output of `sampling`, if it has one.
 
         Args:
-            param: the field that asks for it.
+            param: the field that asks for structured output.
 
         Raises:
-            InvalidRequestError: it cannot; names the field.
+            InvalidRequestError: the grammar cannot be used; the error names the field.
             OverloadedError: too many grammars are being built.
+            UnavailableError: grammars cannot be tried out now.
         """
         if sampling.structured_outputs is not None:
             with _named(param):
                 await self._prover.prove(sampling.structured_outputs)
 
     async def check_given(self, structured: StructuredOutputs, param: str) -> None:
-        """Check a grammar of a part of the text. Raises as above."""
+        """Check a grammar for a part of the text. Raises what `check_sampling` does."""
         with _named(param):
             await self._prover.prove(structured)
 
     async def check_made(self, structured: StructuredOutputs, param: str) -> None:
-        """Check a grammar that was made of parts, each of which is within its bounds. Raises as above."""
+        """Check a grammar that this server has made of parts, whose sizes were checked before.
+
+        Raises what `check_sampling` does.
+        """
         with _named(param):
             await self._prover.prove_made(structured)
 
     def check_schema(self, schema: str, param: str) -> None:
-        """Raise `InvalidRequestError` for a JSON schema that is out of bounds, or not obeyed in all.
+        """Raise `InvalidRequestError` for a JSON schema beyond bounds, or that a grammar would ignore in part.
 
-        Its length does not count.
+        The schema's length is not checked, since the tools that it belongs to are bounded.
         """
         with _named(param):
             self._prover.check_schema(schema)
@@ -54,7 +58,7 @@ class GrammarChecks:
 
 @contextlib.contextmanager
 def _named(param: str) -> Iterator[None]:
-    """Have a refusal name the field `param`."""
+    """Let a refusal name the field `param`."""
     try:
         yield
     except InvalidRequestError as error:

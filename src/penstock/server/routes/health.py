@@ -22,10 +22,10 @@ from penstock.server.answers.generation import GenerationContext
 from penstock.server.http.errors import RETRY_AFTER_S, json_response
 from penstock.server.http.metrics import CONTENT_TYPE
 
-PROBE_AGE_S = 1.0  # how long the answer of a probe counts
+PROBE_AGE_S = 1.0  # how long the result of a probe counts
 PROBE_LIMIT_S = 10.0
-PROBE_PLANS = 3  # that a probe may have to wait for, where plans are slowed down
-LOOK_S = 0.05  # between two looks for others' tokens
+PROBE_PLANS = 3  # a probe may have to wait for so many plans if an administrator has slowed them down
+LOOK_S = 0.05  # between two looks whether a running request has got a token
 NUM_LOOKS = 20
 PROBE_PROMPT = [0]  # an id that every vocabulary has
 
@@ -35,8 +35,8 @@ State = Literal["ready", "not_ready", "overloaded", "draining", "paused", "stuck
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     """The health of the server.
 
-    `since`: Unix time from which on this state holds, where it is known. `code`: that of the error that is
-    the reason, where it has one.
+    `since` is the Unix time from which on this state holds, if it is known. `code` is that of the error which
+    is the reason, if that error has one.
     """
 
     state: State
@@ -53,7 +53,7 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 class HealthRoute:
     def __init__(self, context: GenerationContext) -> None:
         self._context = context
-        self._probe: asyncio.Task[Health] | None = None  # the last one, which counts for a second
+        self._probe: asyncio.Task[Health] | None = None  # the last probe, which counts for `PROBE_AGE_S`
         self._probe_ended_at = -math.inf
 
     async def ready(self) -> Response:
@@ -67,7 +67,7 @@ class HealthRoute:
         return _respond(Health(state="stuck", reason="the event loop was blocked for seconds"))
 
     async def generate(self) -> Response:
-        """Return whether a token comes out of the pipe now. Requests within a second share an answer."""
+        """Return whether a token comes out of the pipe now. Requests within a second share one result."""
         probe = self._probe
         if probe is None or (probe.done() and self._context.clock() - self._probe_ended_at >= PROBE_AGE_S):
             probe = self._probe = asyncio.create_task(self._generated())

@@ -1,7 +1,7 @@
 """The first steps of a request for text: it is accepted, its body is read, and its common fields are checked.
 
-Used by every route with a body. What a request meets next is `chat_reader` or a route's own reading, then
-`grammar_checks`, then `responder`.
+Used by every route that reads a body. A generating request is then read by `chat_reader` or its own route,
+checked by `grammar_checks`, and given to `responder`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class ReadRequest(Generic[G_co]):
 
     Attributes:
         http: the request itself.
-        fields: of its body.
-        ignored: names in its body that mean nothing.
+        fields: the fields of its body.
+        ignored: names of fields in its body that are unknown.
     """
 
     http: Request
@@ -43,12 +43,13 @@ class ReadRequest(Generic[G_co]):
 
 
 class Intake:
-    """Accepts requests, reads their bodies and checks what all of them have; one for the server.
+    """Accepts requests, reads their bodies and checks the fields that all have; the server has one intake.
 
     Attributes:
         prompts: reads the prompts in a body.
-        open_objects: objects of JSON schemas stay open where a request does not say.
-        workers: do what takes long beside the event loop.
+        open_objects: whether an object of a JSON schema may have further keys, if neither the schema nor the
+            request says so.
+        workers: threads for work that would hold up the event loop.
     """
 
     def __init__(
@@ -64,16 +65,19 @@ class Intake:
 
     @property
     def max_model_len(self) -> int:
-        """The most tokens of a prompt and its output, as of now."""
+        """The most tokens that a prompt and its output may have together, as far as is known now."""
         return self.model.context_length(self._context.engine)
 
     async def accept(
         self, request: Request, prepare: Callable[[Request], Coroutine[Any, Any, GenerationResponse]]
     ) -> GenerationResponse:
-        """Return what `prepare` makes of the request, if this server takes work now.
+        """Return the response that `prepare` makes for the request, if this server takes work now.
 
-        The request counts as running from here, through body, template and tokenizing, to the end of its
-        response: a drain waits for it.
+        From here to the end of its response the request counts as running: a drain waits for it, also while
+        its body is read and its prompt tokenised.
+
+        Raises:
+            UnavailableError: this server takes no work now.
         """
         require_ready(self._context)
         lifecycle = self._context.lifecycle
@@ -91,10 +95,10 @@ class Intake:
         return await read_json(request, self._bytes.max_body, self.limits.max_json_depth, self.workers)
 
     async def read_generation(self, request: Request, kind: type[G]) -> ReadRequest[G]:
-        """Return the body as a generating request, its common fields checked.
+        """Return the body as a generating request whose common fields are checked.
 
         Raises:
-            NotFoundError: the model is not served here; found before any work on the prompt.
+            NotFoundError: the model is not served here. This is checked before any work on the prompt.
             InvalidRequestError: a field has a wrong type, or fields do not go together.
         """
         body = await self.read(request)
@@ -103,7 +107,7 @@ class Intake:
         return ReadRequest(http=request, fields=fields, ignored=unknown_fields(body, kind))
 
     def check_model(self, name: str | None) -> None:
-        """Raise `NotFoundError` for a name that is not the served model's; no name is right."""
+        """Raise `NotFoundError` if a request names another model; it need not name any."""
         if name:
             self.model.require_name(name)
 

@@ -3,9 +3,10 @@
     event: lanes
     data: {"now_ns", "reports": [{"replica", "stage", "rank", "age_ns", "phases", "durations_ns", "steps"}]}
 
-Ranks report about once a second. The core keeps their reports for ten seconds and is asked for those that are
-new, some times a second for all readers together, and not at all while there is none. A reader gets each
-report once; what it is too slow for it misses.
+A *lane* is the row of the picture that shows what one rank did. Ranks report about once a second, and the
+core keeps their reports for ten seconds. While there are readers, the core is asked for new reports at most
+four times a second, for all readers together. A reader gets each report once. It misses the reports that are
+forgotten before it takes them.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from penstock.server.engine_port import EngineLike
 from penstock.server.http.keep_alive import Clock
 
 LOOK_S = 0.25  # between two questions to the core
-PATIENCE_S = 0.5  # for its answer: the rest of the feed must go on
+PATIENCE_S = 0.5  # for the core's answer, since the rest of the feed waits meanwhile
 KEPT_S = 10.0
-MAX_SPANS = 200_000  # of one event; older reports are left out
+MAX_SPANS = 200_000  # in one event; older reports are left out
 
 NanosecondClock = Callable[[], int]
 
@@ -37,10 +38,11 @@ class LaneReport(msgspec.Struct, frozen=True, kw_only=True):
     """The spans of a rank, without gaps.
 
     Attributes:
-        age_ns: nanoseconds from the begin of the first span to the time of the event.
-        phases: base64; for each span a byte, the number of its `trace.phases.Phase`.
+        age_ns: nanoseconds from the beginning of the first span to the time of the event.
+        phases: for each span a byte, the number of its `trace.phases.Phase`; base64 in the event.
         durations_ns: nanoseconds of each span.
-        steps: index of the step's first span, step id, tokens, and of these how many are of prompts.
+        steps: for each step the index of its first span, its number, its tokens, and how many of these are
+            tokens of prompts.
     """
 
     replica: int
@@ -53,7 +55,7 @@ class LaneReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lanes(msgspec.Struct, frozen=True, kw_only=True):
-    """`now_ns`: of the head's monotonic clock."""
+    """The data of one event. `now_ns` is its time, by the monotonic clock of the host of this server."""
 
     now_ns: int
     reports: list[LaneReport]
@@ -63,11 +65,11 @@ class LaneReader(Protocol):
     """One reader of lanes."""
 
     async def event(self) -> bytes:
-        """Return the event with what is new for it; empty where nothing is."""
+        """Return an event with the reports that are new for this reader; nothing if there are none."""
 
 
 class LaneNews:
-    """Fetches what ranks have reported, for all readers at once.
+    """Fetches the reports of ranks from the core, for all readers together.
 
     Args:
         clock: monotonic seconds.
@@ -80,25 +82,25 @@ class LaneNews:
         self._engine = engine
         self._clock = clock
         self._clock_ns = clock_ns
-        self._reports: deque[tuple[float, StageSpans]] = deque()  # and when it came
+        self._reports: deque[tuple[float, StageSpans]] = deque()  # each with the time when it came
         self._newest: dict[tuple[int, int, int], StageSpans] = {}  # by replica, stage and rank
-        self._num_seen = 0
+        self._num_seen = 0  # reports so far, which is the number of the newest one
         self._looked_at: float | None = None
         self._is_looking = False
 
     def reader(self) -> LaneReader:
-        """Return a reader, which begins with what there is."""
+        """Return a reader, which begins with the reports that are kept."""
         return _Reader(self)
 
     async def since(self, number: int) -> tuple[list[StageSpans], int]:
-        """Return what has come behind the report of this number, and the number of the newest one."""
+        """Return the kept reports that came after report `number`, and the number of the newest report."""
         if not self._is_looking and self._is_due():
             await self._look()
         num_known = max(0, len(self._reports) - (self._num_seen - number))
         return [report for _, report in islice(self._reports, num_known, None)], self._num_seen
 
     def encoded(self, reports: Sequence[StageSpans]) -> bytes:
-        """Return the event that tells these reports, as of now."""
+        """Return an event with these reports, or the newest of them if they have too many spans."""
         now_ns, num_spans = self._clock_ns(), 0
         shown: list[LaneReport] = []
         for report in reversed(reports):
@@ -113,7 +115,7 @@ class LaneNews:
         return self._looked_at is None or self._clock() - self._looked_at > LOOK_S - 1e-6
 
     async def _look(self) -> None:
-        """Ask the core. One that is away or slow has nothing new."""
+        """Ask the cores for new reports. If they are away or slow, none are added."""
         self._is_looking, self._looked_at = True, self._clock()
         try:
             with contextlib.suppress(PenstockError, TimeoutError):
@@ -143,7 +145,7 @@ class _Reader:
 
 
 class _NoLanes:
-    """For a reader that does not ask for lanes."""
+    """The lanes of a reader that does not ask for any."""
 
     async def event(self) -> bytes:
         return b""

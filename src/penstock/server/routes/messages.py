@@ -89,7 +89,7 @@ class MessagesRoute:
 
 
 def _bounded(sequence: Sequence, max_tokens: int, vocab_size: int) -> Sequence:
-    """Return the sequence, which may fill the context, with what the client asked for at most."""
+    """Return the sequence with the client's bound on the answer, which without it may fill the context."""
     if max_tokens < 0:
         raise InvalidRequestError(
             f"max_tokens must be at least 0, got {max_tokens}.", param="max_tokens", code="out_of_range"
@@ -111,6 +111,6 @@ def _renamed(error: RequestError, chat: ChatOfMessages) -> RequestError:
 
 
 def _begun(id_: str, model: str, prompt_tokens: int) -> MessageObject:
-    """Return the message as it stands before any output, when nobody knows what of its prompt is cached."""
+    """Return the message as it stands before any output, when the cached part of the prompt is not known."""
     usage = MessageUsage(input_tokens=prompt_tokens, cache_read_input_tokens=0, output_tokens=0)
     return MessageObject(id=id_, model=model, usage=usage)

@@ -22,7 +22,7 @@ class ModelsRoute:
         return json_response(msgspec.json.encode(ModelList(data=cards)))
 
     async def get(self, request: Request) -> Response:
-        """Return the model by one of its exact names; a name has no meaning as a path."""
+        """Return the model by one of its exact names; slashes in a name have no meaning."""
         model_id: str = request.path_params["model_id"]
         self._model.require_name(model_id)
         return json_response(msgspec.json.encode(self._card(model_id)))

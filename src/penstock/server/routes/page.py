@@ -1,7 +1,8 @@
 """`/`: the web page with a chat and the live pipeline, and the files that it is made of.
 
-They are the same for everybody, carry no data and are open. What the page fetches asks for the key. The
-policy that goes with them lets a browser load from this server alone, and show the page in nobody's frame.
+The files are the same for everybody, have no data and need no key; what the page fetches needs the key.
+Their content security policy lets a browser load from this server alone, and lets no other page show this one
+within itself.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class PageFile(NamedTuple):
     """A file of the page.
 
     Attributes:
-        path: where it is served.
-        name: in the folder `assets/page` of the package.
+        path: path of the URL at which it is served.
+        name: its name in the folder `assets/page` of the package.
     """
 
     path: str
@@ -46,7 +47,7 @@ def page_headers(policy: str = PAGE_POLICY) -> dict[str, str]:
 
 
 def page_routes() -> list[Route]:
-    """Return the routes of the page, its files read once."""
+    """Return the routes of the page's files, which are read now and kept."""
     return [_route(each) for each in PAGE_FILES]
 
 

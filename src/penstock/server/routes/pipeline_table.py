@@ -1,7 +1,8 @@
 """The route `GET /debug/pipeline/table`: the pipeline as a plain table, for browsers without JavaScript.
 
-It is the view of `/debug/pipeline` as HTML, which renews itself. Such a browser cannot send a key in a
-header, so it may send the key as the password of HTTP Basic, here and nowhere else (`http.access`).
+It shows the view of `/debug/pipeline` as HTML that loads itself again every few seconds. Such a browser
+cannot send a key in a header. Here, and nowhere else, it may send the key as the password of HTTP Basic
+(`http.access`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class PipelineTableRoute:
     """Shows the pipeline as a table.
 
     Args:
-        view: makes the view of now.
+        view: returns the pipeline as it is now.
     """
 
     def __init__(self, view: Callable[[], PipelineView]) -> None:

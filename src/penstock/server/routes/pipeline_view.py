@@ -1,9 +1,9 @@
 """The routes `GET /debug/pipeline`, the pipeline as it is now, and `/debug/pipeline/events`, again and again.
 
-Made of what the core has told last, so that looking costs the engine nothing. A frame is made when it can be
-sent: a slow reader gets fewer, and none is kept for it. The feed ends when its reader leaves or the
-server drains, and a drain does not wait for it. A reader that asks for lanes gets what each rank did besides
-(`lanes`).
+A view is made from the last report of each core, so that it costs the engine nothing. In the feed, it is made
+when it can be sent: a slow reader gets fewer views, and none is kept for it. The feed ends when its reader
+leaves or the server drains; a drain does not wait for it. A reader that asks for lanes also gets what each
+rank did, for which the core must be asked (`lanes`).
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from penstock.server.routes.lanes import NO_LANES, LaneNews
 from penstock.server.routes.server_info import shapes_on
 from penstock.trace.phases import Phase, bubble_seconds
 
-FEED_VERSION = 1  # raised when a reader of the feed would misread it; fields may come at any time
-FRAME_S = 0.1  # between two frames at least
-STILL_S = 1.0  # between two that say the same
+FEED_VERSION = 1  # raised when older readers would misread the feed; for a new field it stays the same
+FRAME_S = 0.1  # between two looks for news, which are sent as one piece
+STILL_S = 1.0  # between two views that say the same
 
 Sleep = Callable[[float], Awaitable[None]]
 
 
 class StageView(msgspec.Struct, frozen=True, kw_only=True):
-    """A stage as its first rank reports it.
+    """A stage, with the times that its first rank reports.
 
-    Seconds are totals since the epoch of the stage began; `busy_ratio` is of the last second or so. Busy is
-    CPU time of the thread that computes, or time of the GPU. The seconds of layers (`forward_s`) and of head
-    and sampling (`sample_s`) are of the wall clock.
+    Seconds are totals since the epoch began; `busy_ratio` is of the time between the rank's last two reports.
+    `busy_s` and `busy_ratio` count CPU time of the thread that computes, or time of the GPU. The times of the
+    layers (`forward_s`) and of output layer and sampling (`sample_s`) are of the wall clock.
     """
 
     stage: int
     host: str | None = None
-    layers: list[int] | None = None  # first, and one after the last
+    layers: list[int] | None = None  # number of the first layer, and number after the last one
     num_ranks: int | None = None
     busy_ratio: float = 0.0
     num_steps: int = 0
@@ -62,21 +62,21 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
     sample_s: float = 0.0
     bubble_s: dict[str, float] = {}  # by cause
     restarts: int = 0
-    weight_bytes: int | None = None  # over its ranks
+    weight_bytes: int | None = None  # of all its ranks, as the next two
     kv_bytes: int | None = None
-    stranded_bytes: int | None = None  # that could be KV cache, did the tightest stage not set its size
+    stranded_bytes: int | None = None  # unused, since the rank with the least memory limits the KV blocks
 
 
 class PoolView(msgspec.Struct, frozen=True, kw_only=True):
-    """The pool in which steps compute. Counts are of blocks."""
+    """The KV cache in which steps compute, as numbers of its blocks, and the use of the prefix cache."""
 
     num_blocks: int
-    used_blocks: int  # by requests
-    cached_blocks: int
+    used_blocks: int  # held by requests
+    cached_blocks: int  # that a later request can use
     evicted_blocks: int
     session_blocks: int  # that open sessions keep
-    query_tokens: int  # of requests that started
-    hit_tokens: int  # of these, found
+    query_tokens: int  # tokens of requests that started, or started again
+    hit_tokens: int  # how many of these were found in the prefix cache
 
 
 class HostTierView(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,8 +90,8 @@ class StoreView(msgspec.Struct, frozen=True, kw_only=True):
     failed_blocks: int
     bytes_read: int
     bytes_written: int
-    switched_off: int  # processes that leave it alone now
-    failure: str  # why a call has failed, the last one; empty: none has
+    switched_off: int  # processes that do not use the store now, as it failed too often
+    failure: str  # why the last failed call of the store failed; empty: no call has failed
 
 
 class TiersView(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,59 +101,63 @@ class TiersView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftsView(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of guessed tokens, since the start."""
+    """The results of drafts (guessed tokens) since the start."""
 
-    drafter: str  # empty: nobody guesses
-    drafted: int
+    drafter: str  # empty: there is none
+    drafted: int  # drafts that were found right or wrong
     accepted: int
-    cancelled: int  # sent behind a wrong one, and never decided on
+    cancelled: int  # drafts after a wrong one, which were never decided on
 
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
-    """One pipeline. What its core has not told yet is null."""
+    """One pipeline. Fields that its core has not reported are null."""
 
     replica: int
     ready: bool
     reason: str
-    failed_stage: int | None = None  # why it is not ready, where one stage is
+    failed_stage: int | None = None  # the stage at fault if the pipeline is not ready, if it is a single one
     paused: bool | None = None
-    held_back: str | None = None  # why no waiting request starts; empty: nothing stands in its way
-    plan_interval_ms: int | None = None  # as `/slow_down` has it
+    held_back: str | None = None  # why waiting requests do not start; empty: they do
+    plan_interval_ms: int | None = None  # as set by `/slow_down`; 0: full speed
     epoch: int | None = None
-    step: int | None = None  # of the next plan
-    inflight: int | None = None  # plans
+    step: int | None = None  # number of the next plan
+    inflight: int | None = None  # plans in flight
     micro_batches: int | None = None
     running: int | None = None
     waiting: int | None = None
-    sessions: int | None = None  # open ones
+    sessions: int | None = None  # open sessions
     prompt_tokens: int | None = None
     generated_tokens: int | None = None
     num_preemptions: int | None = None
     core_restarts: int | None = None
     recovered_requests: int | None = None  # that a lost stage has interrupted
     drafts: DraftsView | None = None
-    links: list[HostLink] = []  # between hosts, as measured
+    links: list[HostLink] = []  # the measured network paths between its hosts
     kv: TiersView | None = None
     stages: list[StageView] = []
 
 
 class LatencyView(msgspec.Struct, frozen=True, kw_only=True):
-    """The totals of this server since its start: of two views, the differences give means between them."""
+    """The totals of this server since its start.
 
-    first_tokens: int  # of requests that have ended
-    first_token_s: float
-    next_tokens: int
-    next_token_s: float  # between two tokens of a request
+    The differences between two views, divided by each other, give the means of the time between the views.
+    """
+
+    first_tokens: int  # first tokens of requests that have ended
+    first_token_s: float  # seconds from each of these requests to its first token
+    next_tokens: int  # times at which a request got further tokens
+    next_token_s: float  # seconds from each of these times to the one before
 
 
 class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     """The pipeline at one time.
 
     Attributes:
-        feed_version: of the form of this view.
-        version: of Penstock.
-        time: Unix seconds of this view.
-        token_bytes: that cross from stage to stage for each token; 0: not known.
+        feed_version: version of the form of this view.
+        version: version of Penstock.
+        time: Unix time of this view.
+        draining: whether the server is shutting down.
+        token_bytes: bytes that cross from stage to stage for each token; 0: not known.
     """
 
     feed_version: int
@@ -167,7 +171,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FeedQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """`lanes`: whether what each rank did is among the events."""
+    """`lanes`: whether the feed also has events that say what each rank did."""
 
     lanes: bool = False
 
@@ -176,8 +180,9 @@ class PipelineRoute:
     """Shows the pipeline as it is now, once or as a feed.
 
     Args:
-        metrics: of the server, for latencies.
-        max_streams: feeds that may be open at once; one more is answered 429.
+        lifecycle: says whether the server drains.
+        metrics: metrics of the server, for the latencies.
+        max_streams: number of feeds that may be open at once; a further one is answered 429.
         clock, wall_clock: monotonic seconds, Unix time.
         sleep: as `asyncio.sleep`; tests give their own.
     """
@@ -210,13 +215,13 @@ class PipelineRoute:
         return json_response(msgspec.json.encode(self.view()))
 
     async def events(self, query: FeedQuery) -> Response:
-        """Return views as server-sent events, ten a second at most; one a second without changes."""
+        """Return views as server-sent events, at most ten a second, and one a second without changes."""
         self._lifecycle.refuse_new()
         return _Feed(self, with_lanes=query.lanes)
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[None]:
-        """Count one more reader. Raises `OverloadedError` when as many read as may."""
+        """Count one more reader within this context. Raises `OverloadedError` for one too many."""
         if self._num_streams >= self._max_streams:
             raise OverloadedError(
                 f"{self._num_streams} readers follow the pipeline, which is the limit.",
@@ -230,7 +235,7 @@ class PipelineRoute:
             self._num_streams -= 1
 
     def view(self) -> PipelineView:
-        """Return the pipeline as of the last word of each core."""
+        """Return the pipeline as of the last report of each core."""
         return PipelineView(
             feed_version=FEED_VERSION,
             version=__version__,
@@ -246,7 +251,7 @@ class PipelineRoute:
         )
 
     async def feed(self, send: Callable[[bytes], Awaitable[None]], *, with_lanes: bool = False) -> None:
-        """Send frames until the server drains, waiting for each `send`."""
+        """Send views, and lanes if asked for, until the server drains. Each `send` is awaited."""
         sent_replicas: list[ReplicaView] | None = None
         told_at = self._clock()
         lanes = self._lanes.reader() if with_lanes else NO_LANES
@@ -261,7 +266,7 @@ class PipelineRoute:
 
 
 class _Feed(Response):
-    """The answer to one reader."""
+    """The response that sends one reader the feed."""
 
     def __init__(self, route: PipelineRoute, *, with_lanes: bool) -> None:
         self.status_code = 200

@@ -1,7 +1,7 @@
-"""The directory that profiles are written into: names are ours, their number is bounded, nothing is followed.
+"""The directory that profiles are written into: the server chooses their names and bounds their number.
 
-A profile appears under its name when it is whole. Only this module opens the directory;
-`server.routes.profiler` says when.
+No link in the directory is followed. A profile gets its name when it is written completely. Only this module
+opens the directory, for `server.routes.profiler`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class ProfileFolder:
     """The directory that keeps profiles.
 
     Args:
-        path: of the directory; None: there is none, and profiles are refused.
-        max_files: profiles that may lie there.
-        now: the date, for names.
+        path: path of the directory; None: there is none, and profiles are refused.
+        max_files: number of profiles that may lie there.
+        now: returns the date in UTC, for names.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class ProfileFolder:
         self._now = now
 
     def require_room(self) -> None:
-        """Raise unless one more profile may be written."""
+        """Raise `PenstockError` unless one more profile may be written."""
         with self._opened() as directory:
             count = sum(_NAME.fullmatch(name) is not None for name in os.listdir(directory))
         if count >= self._max_files:
@@ -47,7 +47,7 @@ class ProfileFolder:
             )
 
     def write(self, pieces: Iterable[bytes]) -> tuple[str, int]:
-        """Write a profile; its name, and how many bytes it has. Nothing is left of one that fails."""
+        """Write a profile; return its name and its number of bytes. A failed one leaves no file behind."""
         name = f"profile-{time.strftime('%Y%m%d-%H%M%S', self._now())}-{secrets.token_hex(4)}.json"
         part = f".{name}.part"
         with self._opened() as directory:
@@ -63,7 +63,7 @@ class ProfileFolder:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
-        """A descriptor of the directory; what the system refuses is an error of ours."""
+        """Yield a descriptor of the directory. An error of the system within becomes a `PenstockError`."""
         if self._path is None:
             raise InvalidRequestError(
                 "this server has no directory for profiles.",

@@ -1,8 +1,8 @@
 """The profiler, for one profile at a time: begun and ended by operations, written when it ends.
 
-The core keeps what its stages have told for ten seconds; this fetches it more often than that. A profile that
-nobody stops ends by itself: after its time, when it is long enough, or when a core is lost, whose numbers of
-steps would begin anew. Then it waits, written, for the request that stops it.
+The core keeps the reports of its stages for ten seconds; the profiler fetches them more often. A profile ends
+by itself after its longest time, when it has its largest size, or when a core is lost, since a new core would
+count steps from the beginning. It is written at once, and the next request to stop a profile returns it.
 """
 
 from __future__ import annotations
@@ -26,27 +26,29 @@ from penstock.trace.profile import Profile, encoded_trace
 POLL_S = 2.0
 SETTLE_S = 5.0  # for the last reports to come
 SETTLE_POLL_S = 0.02
-END_TIMEOUT_S = 60.0  # of a profile that ends by itself
-EVENT_BYTES = 200  # of a span in a trace, more or less
+END_TIMEOUT_S = 60.0  # for the operation that ends a profile which ends by itself
+EVENT_BYTES = 200  # about the bytes of a span in a trace
 
 EndedBy = Literal["stop", "time", "size", "core_lost"]
 
 
 class ProfileStarted(msgspec.Struct, frozen=True, kw_only=True):
-    """`max_seconds`: after which it ends by itself."""
+    """A profile that was begun. It ends by itself after `max_seconds`."""
 
     max_seconds: float
     replicas: list[OperationDone]
 
 
 class ProfileStopped(msgspec.Struct, frozen=True, kw_only=True):
-    """A profile that was written: steps from `accepted_step` of `started` to before that of `stopped`.
+    """A profile that was written.
+
+    In each replica it begins with the `accepted_step` of `started`, and ends before that of `stopped`.
 
     Attributes:
-        file: its name in the directory.
-        ended_by: the cause of its end.
+        file: name of its file in the directory of profiles.
+        ended_by: why it ended.
         complete: every stage has reported all of it.
-        stopped: null where there was no core to be told.
+        stopped: null if the operation that ends a profile could not be carried out.
     """
 
     file: str
@@ -60,7 +62,13 @@ class ProfileStopped(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Running:
-    """A profile under way."""
+    """A running profile.
+
+    Attributes:
+        cores: how often the core of each replica had been started again when the profile began.
+        epochs: the epoch of each replica, which must last to the end for the profile to be complete.
+        following: the task that collects reports.
+    """
 
     def __init__(
         self, started: list[OperationDone], began_at: float, cores: list[int | None], epochs: list[int | None]
@@ -77,7 +85,7 @@ class Profiler:
     """Starts and ends profiles, one at a time, and writes them.
 
     Args:
-        num_stages: of each replica.
+        num_stages: number of stages of each replica.
         clock: monotonic seconds.
         sleep: as `asyncio.sleep`; tests give their own.
     """
@@ -100,10 +108,10 @@ class Profiler:
         self._sleep = sleep
         self._turn = asyncio.Lock()
         self._running: _Running | None = None
-        self._ended: ProfileStopped | PenstockError | None = None  # by itself, and nobody has asked for it
+        self._ended: ProfileStopped | PenstockError | None = None  # what ended by itself, until asked for
 
     async def start(self, timeout_s: float) -> ProfileStarted:
-        """Begin a profile. Raises `PenstockError` if a profile runs already or could not be written."""
+        """Begin a profile. Raises `PenstockError` if one runs already, or if there is no room to write it."""
         async with self._turn:
             if self._running is not None:
                 raise InvalidRequestError(
@@ -114,8 +122,9 @@ class Profiler:
             done = await self._engine.operate(StartProfile(), timeout_s)
             self._ended = None
             cores, epochs = self._cores(), self._epochs()
-            # A stage that was lost since it was asked for has taken along what it did from the first step on;
-            # a core that was lost counts the steps of the next one.
+            # With the same core, the epoch before the operation counts: a stage that was lost since then has
+            # lost its work from the first step on, and the profile must not pass for complete. With another
+            # core, the first step is one of the new core, so its epoch counts.
             whole = [
                 then if core == core_then else now
                 for core_then, core, then, now in zip(before[0], cores, before[1], epochs, strict=True)
@@ -125,10 +134,11 @@ class Profiler:
         return ProfileStarted(max_seconds=self._limits.max_profile_s, replicas=done)
 
     async def stop(self, timeout_s: float) -> ProfileStopped:
-        """End the one that runs, and write it; or tell of the one that has ended by itself.
+        """End the running profile and write it, or return the one that has ended by itself.
 
-        Raises `PenstockError` when there is none, when not all ranks have come to the end in time (it runs
-        on), or when it could not be written (it is lost).
+        Raises:
+            PenstockError: there is no profile; or not all ranks have come to its end in time, and it
+                continues; or it could not be written, and is lost.
         """
         async with self._turn:
             if self._running is not None:
@@ -146,7 +156,7 @@ class Profiler:
         return ended
 
     async def _follow(self, running: _Running) -> None:
-        """Collect until it must end."""
+        """Collect reports until the profile must end by itself, and end it then."""
         ended_by: EndedBy | None = None
         while ended_by is None:
             left_s = running.began_at + self._limits.max_profile_s - self._clock()
@@ -165,7 +175,7 @@ class Profiler:
     async def _end_by_itself(self, running: _Running, ended_by: EndedBy) -> ProfileStopped | PenstockError:
         stopped = None
         if ended_by != "core_lost":
-            with contextlib.suppress(PenstockError):  # it ends where the reports do
+            with contextlib.suppress(PenstockError):  # the profile then ends with its last report
                 stopped = await self._engine.operate(StopProfile(), END_TIMEOUT_S)
         try:
             return await self._finish(running, ended_by, stopped)
@@ -175,13 +185,13 @@ class Profiler:
     async def _finish(
         self, running: _Running, ended_by: EndedBy, stopped: list[OperationDone] | None
     ) -> ProfileStopped:
-        """Wait for the last reports, and write."""
+        """Wait for the last reports, and write the profile."""
         self._running = None
-        if self._cores() != running.cores:  # steps of another core are none of these
+        if self._cores() != running.cores:  # the steps of another core do not belong to this profile
             ended_by, stopped = "core_lost", None
         profile, seconds = running.profile, self._clock() - running.began_at
         is_complete = stopped is not None and await self._is_settled(running, stopped)
-        is_complete = is_complete and self._epochs() == running.epochs  # what a loss takes along is missing
+        is_complete = is_complete and self._epochs() == running.epochs  # a lost stage's last work is missing
         bubbles = await asyncio.to_thread(bubbles_of, profile)
         about: dict[str, Any] = {"ended_by": ended_by, "complete": is_complete, "bubbles": bubbles}
         about |= {"started": running.started, "stopped": stopped}
@@ -199,7 +209,7 @@ class Profiler:
         )
 
     async def _is_settled(self, running: _Running, stopped: list[OperationDone]) -> bool:
-        """Whether all reports up to the end have come, after some seconds at most."""
+        """Return whether all reports up to the end have come; wait for them at most `SETTLE_S`."""
         profile, deadline = running.profile, self._clock() + SETTLE_S
         profile.end(_steps_of(stopped))
         while await self._collect(running) and not profile.is_covered(self._num_stages):
@@ -209,13 +219,13 @@ class Profiler:
         return profile.is_covered(self._num_stages)
 
     async def _collect(self, running: _Running) -> bool:
-        """Fetch what the stages have told. False: a core is not the one with which it began."""
+        """Fetch the reports of the stages. Return False if a core is no longer the one of the beginning."""
         if self._cores() != running.cores:
             return False
         try:
             reports = await self._engine.trace()
         except WaitTimeoutError:
-            return True  # it is there, but late
+            return True  # the core is there, but late
         except PenstockError:
             return False
         if self._cores() != running.cores:
@@ -224,12 +234,12 @@ class Profiler:
         return True
 
     def _cores(self) -> list[int | None]:
-        """How often the core of each replica was started again."""
+        """Return how often the core of each replica was started again; None while there is no core."""
         each = [status.stats for status in self._engine.statuses()]
         return [None if stats is None else stats.restarts.core for stats in each]
 
     def _epochs(self) -> list[int | None]:
-        """Of each replica."""
+        """Return the epoch of each replica; None while there is no core."""
         each = [status.stats for status in self._engine.statuses()]
         return [None if stats is None else stats.epoch for stats in each]
 

@@ -24,7 +24,7 @@ Q = TypeVar("Q", bound=msgspec.Struct)
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 MAX_NAME_CHARACTERS = 160  # of an unknown parameter, in an error
-_EMPTY_BODY_BYTES = len("{}")  # as some clients send it who have nothing to say
+_EMPTY_BODY_BYTES = len("{}")  # some clients send an empty object with every POST
 _ZEROS = re.compile(r"\.0+$")  # 5.0 is a whole number in JSON Schema
 _SWITCH: Mapping[str, bool] = {
     **dict.fromkeys(("true", "1", "yes", "on", "t", "y"), True),
@@ -33,7 +33,7 @@ _SWITCH: Mapping[str, bool] = {
 
 
 def without_query(answer: Callable[[], Awaitable[Response]]) -> Endpoint:
-    """Return the endpoint of a route that ignores whatever the request carries."""
+    """Return the endpoint of a route that ignores the query and the body of its requests."""
 
     @wraps(answer)
     async def endpoint(_request: Request) -> Response:
@@ -43,7 +43,7 @@ def without_query(answer: Callable[[], Awaitable[Response]]) -> Endpoint:
 
 
 def with_query(answer: Callable[[Q], Awaitable[Response]], query_type: type[Q]) -> Endpoint:
-    """Return the endpoint of a route that reads its query strictly, and nothing else of the request."""
+    """Return the endpoint of a route that reads its query strictly, and that refuses a body."""
     described = inspect.type_info(query_type)
     assert isinstance(described, inspect.StructType)
     readers = {field.encode_name: _reader(field.encode_name, field.type) for field in described.fields}
@@ -70,8 +70,10 @@ def _as_struct(values: dict[str, Any], query_type: type[Q]) -> Q:
 
 
 def _refuse_body(request: Request) -> None:
-    """Raise `InvalidRequestError` for a body: a client that puts its parameters there must not get something
-    else than it asked for."""
+    """Raise `InvalidRequestError` for a body.
+
+    A client may have put its parameters there. Without them the operation would not be what the client wants.
+    """
     has_body = int(request.headers.get("content-length", 0)) > _EMPTY_BODY_BYTES
     if has_body or "transfer-encoding" in request.headers:
         raise InvalidRequestError(
@@ -83,8 +85,10 @@ def _refuse_body(request: Request) -> None:
 
 
 def _refuse_unread_names(path: str, given: QueryParams, readers: Mapping[str, _Reader]) -> None:
-    """Raise `InvalidRequestError` for a name that the route does not have, and for one that is given several
-    times where one value is read: a slip in a word must not do something else."""
+    """Raise `InvalidRequestError` for an unknown name, and for a name with several values where one is read.
+
+    A misspelt name would otherwise be ignored, and the operation would not be what the client wants.
+    """
     names = [name for name, _value in given.multi_items()]
     unknown = next((name for name in names if name not in readers), None)
     if unknown is not None:
@@ -109,8 +113,9 @@ class _Reader:
     """Reads one parameter of a query.
 
     Args:
-        read: makes the value of the text. Raises `ValueError`.
-        expected: what the text should have been, for an error.
+        name: the parameter's name.
+        read: returns the value of a text, or raises `ValueError`.
+        expected: what the text should be, for an error.
     """
 
     takes_several = False

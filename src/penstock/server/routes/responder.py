@@ -1,6 +1,6 @@
-"""The last step of a generating request: from its sequences to the response that will run them.
+"""The last step before a generating request runs: the response that will run its sequences is made.
 
-Used by the generating routes, when `intake` and `grammar_checks` have let the request pass.
+Used by the generating routes, after `intake` and `grammar_checks` have let the request pass.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from penstock.server.routes.intake import ReadRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerShape:
-    """The shape of the body of an answer, and what its choices go on from."""
+    """The shape of the body of an answer, and the prompts that its choices continue."""
 
     form: StreamForm
-    choices: list[Sequence]  # what each goes on from
-    num_prompt_logprobs: int | None = None  # likeliest tokens to show at each position of a prompt
+    choices: list[Sequence]  # the prompt and sampling parameters of each choice
+    num_prompt_logprobs: int | None = None  # likeliest tokens at each position of a prompt; None: none wanted
 
     def reader(self, index: int) -> MessageReader:
         """Return the reader of the text of one choice."""
         return (self.form.reading or Reading()).reader(self.form.response_id, index)
 
     def shown_ids(self, index: int, outcome: TextDelta) -> dict[str, list[int]]:
-        """Return the fields that carry ids in a choice, where the client asked for them."""
+        """Return the fields of a choice that have token ids; none if the client does not ask for them."""
         if not self.form.return_token_ids:
             return {}
         prompt = self.choices[index].prompt_token_ids
         return {"prompt_token_ids": prompt, "token_ids": outcome.token_ids}
 
     def prompt_logprobs(self, index: int, outcome: TextDelta) -> PromptLogprobs | msgspec.UnsetType:
-        """Return those of the prompt of a choice, where the client asked for them."""
+        """Return the log-probabilities of a choice's prompt; UNSET if the client does not ask for them."""
         if self.num_prompt_logprobs is None:
             return msgspec.UNSET
         prompt = self.choices[index].prompt_token_ids
@@ -68,7 +68,7 @@ class AnswerShape:
 
     @property
     def prompt_bytes(self) -> int:
-        """Estimate how many bytes of prompts the body shows."""
+        """The estimated number of bytes of prompts that the body shows."""
         id_bytes = _ID_BYTES if self.form.return_token_ids else 0
         return sum(
             id_bytes * len(choice.prompt_token_ids) + (0 if choice.echo is None else len(choice.echo.text))
@@ -76,8 +76,8 @@ class AnswerShape:
         )
 
 
-_SCORE_BYTES = 64  # in an answer, about, of each number
-_ID_BYTES = 6
+_SCORE_BYTES = 64  # about the bytes of a log-probability, or of an id beside it, in an answer
+_ID_BYTES = 6  # about the bytes of an id of a prompt in an answer
 
 
 def check_scores(sequences: list[Sequence], limits: Limits, param: str) -> None:
@@ -121,7 +121,7 @@ BodyMaker = Callable[[AnswerShape, list[TextDelta], Usage], bytes]
 
 
 class Responder:
-    """Makes the responses of the generating routes; one for the server."""
+    """Makes the responses of the generating routes; the server has one responder."""
 
     def __init__(
         self,
@@ -138,7 +138,11 @@ class Responder:
         self._streams = streams
 
     def rendered(self, text: str | None, ids: list[int]) -> RenderedPrompt:
-        """Return what is shown of a prompt that does not run."""
+        """Return a prompt as it is shown to a client that only wants to see it.
+
+        Args:
+            text: the text of the prompt; None: the client gave ids.
+        """
         context_length = self._model.context_length(self._context.engine)
         return RenderedPrompt(prompt=text, token_ids=ids, count=len(ids), max_model_len=context_length)
 
@@ -151,9 +155,12 @@ class Responder:
         reading: Reading | None = None,
         unused: Iterable[str] = (),
     ) -> GenerationResponse:
-        """Return the response that will run these sequences, as chunks or as one body.
+        """Return the response that will run these sequences, and answer with chunks or with one body.
 
         Args:
+            read: the request.
+            dialect: how the route writes a choice in a chunk.
+            make_body: makes the body of an answer that is not streamed.
             reading: how a chat's answers are read; None: all of their text is content.
             unused: fields that have no effect on this model.
         """
@@ -192,12 +199,13 @@ class Responder:
         *,
         prompt_bytes: int = 0,
     ) -> GenerationResponse:
-        """Return the response that will run these sequences, in the shape of its route.
+        """Return the response that will run these sequences, and answer in the shape of its route.
 
         Args:
-            make_body: makes a whole answer of the outcomes.
-            text: of the stream; None: the answer is whole.
-            prompt_bytes: that a whole answer shows of prompts, about.
+            headers: headers of the answer besides the usual ones.
+            make_body: makes the body of an answer that is not streamed.
+            text: writes the events of the stream; None: the answer is not streamed.
+            prompt_bytes: about how many bytes of prompts such a body shows.
         """
         job = GenerationJob(
             sequences=sequences,

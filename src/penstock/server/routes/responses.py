@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: the Responses API, without a memory: each request brings the whole conversation."""
+"""`POST /v1/responses`: the Responses API, with the whole conversation in each request: nothing is stored."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class ResponsesRoute:
 
 
 def _logprobs_of(sequence: Sequence, codec: TextCodec) -> TextLogprobs:
-    """Return the log-probabilities of the answer's tokens, which have the text that the engine gives them."""
+    """Return the object that gives the answer's tokens their characters; it makes text as the engine does."""
     sampling = sequence.sampling
     if sampling.logprobs is None:
         return NoTextLogprobs()

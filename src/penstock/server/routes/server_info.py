@@ -1,6 +1,6 @@
-"""The route `GET /server_info`: what this server runs with, for all its users. It holds no secret.
+"""The route `GET /server_info`: what this server runs with, for all its users. It shows no secret.
 
-The settings come from the command line (`cli.shown_settings`), where secrets are left out.
+The command line passes the settings on without their secrets (`cli.shown_settings`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SpeculationInfo(msgspec.Struct, frozen=True):
 
     Attributes:
         drafter: name of the drafter; empty: there is none.
-        is_exact: no token differs from what it would be without.
+        is_exact: whether every token is the same as it would be without speculation.
     """
 
     drafter: str = ""
@@ -35,16 +35,16 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The facts that this server runs with.
 
     Attributes:
-        max_model_len: as of now: the model's, or less where the KV pool holds less.
-        stages: of each replica, with the host that it is on now; with several replicas that of the first one.
-        numeric_classes: of each replica, by the name of the rank; empty where its core has not spoken yet.
-        are_classes_mixed: the ranks of all replicas compute in several.
-        speculation: the drafter, empty if there is none; and whether drafts change no token.
-        memory: of each stage of each replica, in bytes, as its core has told.
-        links: between hosts, as measured when they were chosen; empty on one host.
-        clocks: of the hosts, against that of the head: what traces are shifted by, and how exact that is.
-        settings: by the names that a settings file has for them; empty for a server that the command line has
-            not started.
+        max_model_len: the longest context now: the model's, or less if the KV cache holds less.
+        stages: the stages of a replica. Their hosts are those on which the first replica's stages are now.
+        numeric_classes: for each replica, the numeric class of each rank, by the rank's name; empty until its
+            core has reported.
+        are_classes_mixed: whether the ranks of all replicas compute in more than one class.
+        memory: the use of memory of each stage of each replica, in bytes, as the cores have reported it.
+        links: the network paths between hosts, as they were measured; empty with a single host.
+        clocks: offset and possible error of each host's clock against the head's, as traces are corrected.
+        settings: the settings by their names in a settings file; empty if the server was not started by the
+            command line.
     """
 
     version: str
@@ -63,8 +63,8 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def shapes_on(hosts: PipeHosts, shapes: Sequence[StageShape]) -> list[StageShape]:
-    """Return the stages as they were laid at the start, on the hosts that they are on now."""
-    if len(hosts.stages) != len(shapes):  # nothing was told yet
+    """Return the stages as they were laid out at the start, with the hosts that they are on now."""
+    if len(hosts.stages) != len(shapes):  # the core has reported no hosts
         return list(shapes)
     return [
         msgspec.structs.replace(shape, host=host) for shape, host in zip(shapes, hosts.stages, strict=True)
@@ -75,7 +75,7 @@ class ServerInfoRoute:
     """Shows what this server runs with.
 
     Args:
-        settings: to show; without secrets.
+        settings: the settings to show, without secrets.
     """
 
     def __init__(self, model: ServedModel, engine: EngineLike, settings: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ class ServerInfoRoute:
         return json_response(msgspec.json.encode(info))
 
     def _speculation(self) -> SpeculationInfo:
-        """As the first core has told that has spoken."""
+        """Return the speculation that the first replica with a core reports."""
         for status in self._engine.statuses():
             if status.stats is not None:
                 told = status.stats.scheduler.speculation
@@ -112,12 +112,12 @@ class ServerInfoRoute:
         return SpeculationInfo()
 
     def _memory(self) -> list[StageMemory]:
-        """Of all replicas whose cores have spoken."""
+        """Return the memory of the stages of all replicas whose cores have reported it."""
         stats = self._engine.status().stats
         return [] if stats is None else stats.stage_memory
 
     def _numeric_classes(self) -> list[dict[str, str]]:
-        """Of each replica: the class of each rank, as its core has heard from it."""
+        """Return the numeric class of each rank of each replica, as the replica's core reports it."""
         names = rank_names(
             [stage for stage, shape in enumerate(self._model.stages) for _ in range(shape.num_ranks)]
         )

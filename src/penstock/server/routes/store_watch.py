@@ -13,19 +13,22 @@ from penstock.server.http.keep_alive import Clock
 from penstock.server.http.request_log import RequestLog
 
 LOOK_S = 1.0
-QUIET_S = 60.0  # after a line on failures; those meanwhile are counted in the next
+QUIET_S = 60.0  # after a line on failures; later failures wait so long for the next line, which counts them
 
 
 class StoreWatch:
     def __init__(self, log: RequestLog, clock: Clock) -> None:
         self._log = log
         self._clock = clock
-        self._told = (0, 0)  # failed calls and bad records
-        self._num_off = 0
+        self._told = (0, 0)  # numbers of failed calls and of bad records that the log has
+        self._num_off = 0  # processes that do not use the store, at the last look
         self._quiet_until = clock()
 
     def look(self, stats: CoreStats | None) -> None:
-        """Log new failures of the KV store and its return to use, if there are any."""
+        """Log new failures of the KV store, or that all processes use it again.
+
+        If a further process stops using it, that is logged at once.
+        """
         if stats is None:
             return
         counts, num_off = (
@@ -50,7 +53,7 @@ class StoreWatch:
         self._num_off = num_off
 
     async def run(self, engine: EngineLike) -> None:
-        """Look until cancelled."""
+        """Look once a second until cancelled."""
         while True:
             self.look(engine.status().stats)
             await asyncio.sleep(LOOK_S)

@@ -1,8 +1,8 @@
 """The route `/v1/streams/{request_id}`: the events of a streamed answer, for a client that comes back.
 
-`GET` with the number of the last event that the client has (`Last-Event-ID`; without it, from the beginning)
-goes on behind it, until the end of the answer. `DELETE` ends an answer that nobody wants any more. Both need
-the key of the request (`answers.resumable`).
+`GET` returns the events after the one that the client has had last, until the end of the answer. The header
+`Last-Event-ID` has that event's number; without it, all events are returned. `DELETE` ends an answer that is
+no longer wanted. Both need the key of the request (`answers.resumable`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_DIGITS = 9
 
 
 class StreamStopped(msgspec.Struct, frozen=True, kw_only=True):
-    """`was_running`: the answer was not complete."""
+    """`was_running`: whether the answer was still incomplete."""
 
     id: str
     was_running: bool
@@ -32,7 +32,7 @@ class StreamsRoute:
         self._streams = streams
 
     async def resume(self, request: Request) -> Response:
-        """Return the events of an answer behind the last one that the client has."""
+        """Return the events of an answer after the last one that the client has."""
         last = _last_event(request.headers.get("last-event-id", "0"))
         stream = self._find(request)
         stream.require(last)

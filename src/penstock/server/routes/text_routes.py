@@ -1,6 +1,7 @@
 """The routes `/tokenize` and `/detokenize`: from text to ids and back, without the engine.
 
-Shapes are vLLM's. All of it is bounded as prompts are (`limits`, `prompts`) and done where those are done.
+The shapes are vLLM's. Texts and ids have the same bounds as prompts, and long ones are handled by the same
+threads (`http.limits`, `openai.prompts`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class TokenizeTextRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenizeChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The template writes a conversation's special tokens itself: `add_special_tokens` may only be false."""
+    """`add_special_tokens` may only be false, since the template writes the special tokens."""
 
     model: str | None = None
     messages: list[ChatMessage]
@@ -79,7 +80,7 @@ class TextRoute:
         return await self._tokenized(body, chat, tokens)
 
     async def detokenize(self, request: Request) -> Response:
-        """Return the text of token ids, special ones by their names."""
+        """Return the text of token ids, with the names of special tokens in it."""
         body = await self._intake.read(request)
         fields = convert(body, DetokenizeRequest)
         self._intake.check_model(fields.model)
@@ -97,7 +98,7 @@ class TextRoute:
 
 
 def _respond(answer: msgspec.Struct, body: dict[str, Any], kind: type[msgspec.Struct]) -> Response:
-    """Return the answer with the header that names what was ignored in the body."""
+    """Return the answer, with a header that names fields of the body that were ignored."""
     return json_response(msgspec.json.encode(answer), headers=warning_headers(unknown_fields(body, kind)))
 
 
