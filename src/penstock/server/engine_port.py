@@ -121,7 +121,7 @@ class EngineLike(Protocol):
 
 
 class TextCodec(Protocol):
-    """The way from text to ids and from ids to text. Called from worker threads too."""
+    """The way from text to ids and from ids to text. Its methods are called from worker threads too."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a plain prompt; the text of a special token in it is ordinary text.

@@ -62,8 +62,8 @@ class GenerationJob:
 
     Attributes:
         headers: headers of the answer besides the usual ones.
-        make_body: makes the body of a whole answer from the output of each choice; beside the event loop if
-            that takes long.
+        make_body: makes the body of a whole answer from the output of each choice; in a thread, if that takes
+            long.
     """
 
     sequences: list[Sequence]

@@ -1,7 +1,7 @@
 """Streams that outlive their connection: events of an answer are kept, and a client can come back for them.
 
     request ──▶ response ──events──▶ kept stream ──▶ reader: the connection that has asked
-                                          └────────▶ reader: one that resumes behind the last event it has
+                                          └────────▶ reader: a later connection, from its last event on
 
 A stream is kept only if its request asks for it by the header `x-penstock-resumable`. All other answers are
 written to their connection alone (`outlet.DIRECT`). Each event has a number, which it carries as its `id`;

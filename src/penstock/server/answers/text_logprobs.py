@@ -33,10 +33,13 @@ class TextLogprobs(Protocol):
         """Add the next tokens."""
 
     def take(self, begin: int, end: int) -> list[ChatTokenLogprob]:
-        """Return those of the tokens with characters from `begin` to `end`, and forget all before `end`."""
+        """Return the log-probabilities of the tokens with characters from `begin` up to `end` of the text.
+
+        All tokens that begin before `end` are then forgotten.
+        """
 
     def take_rest(self, end: int) -> list[ChatTokenLogprob]:
-        """Return those of the tokens without a character before `end`, where the text ends."""
+        """Return the log-probabilities of tokens without a character before `end`, the end of the text."""
 
 
 class NoTextLogprobs:
@@ -91,7 +94,10 @@ class PlacedLogprobs:
             self._placed.append(_Token(token_id, entry, begin, end))
 
     def take(self, begin: int, end: int) -> list[ChatTokenLogprob]:
-        """Return those of the tokens with characters from `begin` to `end`, and forget all before `end`."""
+        """Return the log-probabilities of the tokens with characters from `begin` up to `end` of the text.
+
+        All tokens that begin before `end` are then forgotten.
+        """
         found = []
         while self._placed and self._placed[0].begin < end:
             token = self._placed.popleft()
@@ -100,7 +106,7 @@ class PlacedLogprobs:
         return self._told(found)
 
     def take_rest(self, end: int) -> list[ChatTokenLogprob]:
-        """Return those of the tokens without a character before `end`, where the text ends."""
+        """Return the log-probabilities of tokens without a character before `end`, the end of the text."""
         behind = [(token.token_id, token.entry) for token in self._placed if token.begin >= end]
         rest = [*behind, *self._without_text]
         self._placed.clear()

@@ -1,6 +1,6 @@
 """One TCP connection: uvicorn's httptools protocol with bounds on size, time and number.
 
-| bound (default of `config.ConnectionLimits`) | answer |
+| bound (default of `config.limits.ConnectionLimits`) | answer |
 | --- | --- |
 | 4,096 connections | 503 and close |
 | request line 8 KiB | 414 and close |
@@ -22,7 +22,7 @@ A request has one `Host` header (RFC 9112, section 3.2); in HTTP/1.0 it may have
 closed its sending side still gets the answers that are due (`half_closed`), except over TLS, and except in
 HTTP/1.0 before the answer begins. Answers to HTTP/1.0 have no chunks (`unframed`).
 
-`api_process` gives the protocol to uvicorn. It knows nothing of routes.
+The protocol knows nothing of routes; `api_process` gives it to uvicorn.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._stall_timer: asyncio.TimerHandle | None = None
         self._in_head = True
         self._in_body = False
-        self._head_bytes = 0  # bytes received since the head began; may include bytes of a body before it
+        self._head_bytes = 0  # bytes received of the head, without those that came with the request before
         self._header_bytes = 0  # of headers and trailers
         self._body_began = 0.0  # loop time
         self._body_bytes = 0  # bytes of the body itself
@@ -177,7 +177,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refusal = 414
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # else a trailer, which no route may take for a header: those were checked before
+        if self._in_head:  # else a trailer: routes have checked the headers, and must not get others
             super().on_header(name, value)
         self._header_bytes += len(name) + len(value) + 4
         too_long = self._header_bytes > self.limits.max_header_bytes

@@ -34,7 +34,7 @@ class MemoryGuard:
 
     @property
     def shortage(self) -> str:
-        """The words that say how much memory is missing; empty while there is enough."""
+        """The words that say how little memory is free; empty while there is enough."""
         now = self._clock()
         if now >= self._look_at:
             self._look_at = now + LOOK_S

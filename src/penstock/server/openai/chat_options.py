@@ -17,7 +17,7 @@ from penstock.server.openai.prompts import text_of
 from penstock.server.openai.tools import ToolUse
 from penstock.tokenizer.model_syntax import ModelSyntax
 
-# Variables of templates that the server sets itself, and ends of further names: special tokens, templates.
+# Variables of templates that a request may not set; the ends are those of special tokens and of templates.
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 _OURS_ENDS = ("_token", "template")
 _MAX_NAME = 64

@@ -31,7 +31,7 @@ _PARAMETERS: dict[str, Any] = {
 }
 _FREE = "The argument input is free text, and not JSON."
 _BOUND = "It must match this {syntax} grammar:\n{definition}"
-# What stands in a grammar of calls for the arguments of one tool.
+# The rule for the arguments of one tool in a grammar of calls: as it is, and with the grammar of a text.
 _ARGUMENTS = r"^arguments_{index}: %json .*$"
 _BOUND_ARGUMENTS = (
     'arguments_{index}: "{{\\"input\\": \\"" input_{index} "\\"}}"\ninput_{index}: %lark {{\n{lark}\n}}'
@@ -112,13 +112,13 @@ def with_inputs(
 ) -> tuple[str | None, list[str]]:
     """Put the grammars of custom tools' texts into the grammar of the calls.
 
-    Returns:
-        The grammar of the calls, and the fields whose grammar has no effect: this model's form of calls has
-        no place for it.
-
     Args:
         grammar: the grammar of the calls; None: there is none.
         inputs: grammar of the text for each custom tool; the grammars are known to be sound.
+
+    Returns:
+        The grammar of the calls, and the fields whose grammar has no effect: this model's form of calls has
+        no place for it.
 
     Raises:
         InvalidRequestError: as `InputGrammar.quoted`.

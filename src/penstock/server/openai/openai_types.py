@@ -127,7 +127,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Function(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A function that may be called. `parameters` is a JSON schema of an object; null: there are none."""
+    """A function that may be called; `parameters` is a schema of type object, or null without arguments."""
 
     name: str
     description: str | None = None

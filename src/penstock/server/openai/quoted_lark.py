@@ -24,7 +24,7 @@ from graphlib import CycleError, TopologicalSorter
 
 from penstock.errors import InvalidRequestError
 
-_ESCAPES = {'"': '"', "\\": "\\", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}  # behind a backslash
+_ESCAPES = {'"': '"', "\\": "\\", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}  # after a backslash
 _PLAIN = r'[^"\\\x00-\x1F]'  # characters that JSON writes as they are
 _WORD = re.compile(
     r'(?P<string>"(?:\\.|[^"\\\n])*+"?i?)'
@@ -61,7 +61,7 @@ _ATOM = re.compile(
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a"}
 _SETS_WITHIN = re.compile(
     r"(?<!\\)(?:\[|&&|--|~~|\|\|)"
-)  # operators of the library, behind the first bracket
+)  # operators of the library within a class of characters, after its first bracket
 _Word = tuple[str, str]  # a word of the grammar: its kind, which is a group of `_WORD`, and its text
 
 

@@ -66,7 +66,7 @@ def completion_sampling(
 
 
 def default_completion_tokens(request: CompletionRequest) -> int | None:
-    """Return how many tokens a completion has that gives no number of them; None: it fills the context."""
+    """Return how many tokens a completions request generates if it gives no number; None: as many as fit."""
     return None if request.max_tokens == NO_LIMIT else DEFAULT_COMPLETION_TOKENS
 
 
@@ -198,7 +198,8 @@ def fit_to_context(
         prompt_field, output_field: the client's names of the prompt and of the bound on the output.
 
     Raises:
-        InvalidRequestError: the prompt, with the least output that is asked for, is longer than the context.
+        InvalidRequestError: prompt and output do not fit into the context. If the request gives no number of
+            tokens, `min_tokens` and at least one are counted for the output.
     """
     room, least = max_model_len - num_prompt_tokens, 0 if sampling.max_tokens == 0 else 1
     name, wanted = output_field, sampling.max_tokens

@@ -62,7 +62,7 @@ class CompletionsRoute:
         return json_response(msgspec.json.encode(rendered), headers=warning_headers(read.ignored))
 
     async def _sequences(self, request: CompletionRequest) -> list[Sequence]:
-        """Return a sequence for each prompt."""
+        """Return a `Sequence` for each prompt: its ids, sampling parameters and echo."""
         intake = self._intake
         sampling = completion_sampling(request, intake.model, intake.limits, open_objects=intake.open_objects)
         limit, codec = intake.max_model_len, intake.model.codec

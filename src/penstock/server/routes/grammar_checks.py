@@ -48,7 +48,7 @@ class GrammarChecks:
             await self._prover.prove_made(structured)
 
     def check_schema(self, schema: str, param: str) -> None:
-        """Raise `InvalidRequestError` for a JSON schema beyond bounds, or that a grammar would ignore in part.
+        """Raise `InvalidRequestError` for a JSON schema beyond bounds, or one that a grammar ignores in part.
 
         The schema's length is not checked, since the tools that it belongs to are bounded.
         """

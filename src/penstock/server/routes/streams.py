@@ -1,6 +1,6 @@
 """The route `/v1/streams/{request_id}`: the events of a streamed answer, for a client that comes back.
 
-`GET` returns the events after the one that the client has had last, until the end of the answer. The header
+`GET` returns the events after the last one that the client has, until the end of the answer. The header
 `Last-Event-ID` has that event's number; without it, all events are returned. `DELETE` ends an answer that is
 no longer wanted. Both need the key of the request (`answers.resumable`).
 """
