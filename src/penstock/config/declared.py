@@ -1,8 +1,9 @@
-"""The settings that the configs declare, as a list, and configs of the settings that a user gives.
+"""The settings that the configs declare, as lists; and functions that make configs of what a user gives.
 
 The command line, the settings file, the table in the docs and the arguments of `LLM` are derived from these
 lists. A struct lists its settings in the order in which `--help` shows them. A field without a `Setting`
-cannot be set from outside; a class variable with one is a setting that becomes the value of other fields.
+cannot be set from outside. A class variable with a `Setting` is not a field: `topology` and
+`speculative_config` set several fields, and `api_key_file` names a file whose lines go into `api_keys`.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ class Declared:
     """One setting of a config.
 
     Attributes:
-        name: field of the config, by which given settings are named.
-        text_type: what the command line reads.
-        default: value where the setting is not given.
+        name: field or class variable of the config; functions get what a user has given by these names.
+        text_type: type that the command line reads.
+        default: value if the setting is not given.
+        setting: the description of the flag.
     """
 
     name: str
@@ -53,7 +55,7 @@ class Declared:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The names of its flag; the first one without its dashes is its key in a settings file."""
+        """The names of the setting's flag; the first one, without dashes, is the key in a settings file."""
         return self.setting.names(self.name)
 
     @property
@@ -101,8 +103,8 @@ def configured(config: type[AnyStruct], given: Mapping[str, Any], **parts: Any) 
     """Return a config with the given settings; all others keep their defaults.
 
     Args:
-        given: what the command line has read, by the names of fields; of other configs too.
-        parts: fields that are not settings, or that are made of several.
+        given: what the command line has read, by the names of fields; settings of other configs are ignored.
+        parts: values of fields that are not settings, or that are made of several settings.
 
     Raises:
         UsageError: a setting is out of range.
@@ -116,7 +118,15 @@ def configured(config: type[AnyStruct], given: Mapping[str, Any], **parts: Any) 
 
 
 def configured_engine(given: Mapping[str, Any], model: str) -> EngineConfig:
-    """Return the config of an engine. Raises `UsageError` for a setting that is out of range."""
+    """Return the config of an engine.
+
+    Args:
+        given: what the command line has read, by the names of fields.
+        model: the model, as the user names it.
+
+    Raises:
+        UsageError: a setting is out of range, or the topology file or `speculative_config` cannot be used.
+    """
     parallel = configured(ParallelConfig, given)
     if given.get("topology") is not None:
         parallel = with_topology(parallel, given["topology"])

@@ -1,8 +1,8 @@
 """The settings of an engine, as frozen values; a constructor takes its own part, never the whole.
 
-The command line, the environment, TOML and `LLM(...)` all end in an `EngineConfig`. Values are checked where
-they are owned; `resolve` functions elsewhere replace "auto" by numbers and return new values.
-What each child process is told of it is in `process.config`.
+The command line, the environment, TOML files and the arguments of `LLM` all become an `EngineConfig`. Each
+struct checks its own values. Functions elsewhere, such as `engine.supervisor.launch.resolve`, replace "auto"
+by numbers and return new values. `process.config` has what each child process is told of these settings.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Pooling = Literal["last", "mean", "cls"]
 StorePolicy = Literal["write-through", "write-back"]
 PrefetchPolicy = Literal["timeout", "best-effort", "wait-all"]
 
-# Instruction sets that our kernels can be held to (`kernels.cpu.targets`), the least first.
+# Instruction sets that our kernels can be held to (`kernels.cpu.targets`): for x86 the least first, then ARM.
 NUMERIC_CLASSES = ("portable", "avx2", "avx512", "avx512-vnni", "avx512-bf16", "amx-bf16", "neon")
 
 Value = TypeVar("Value")
@@ -41,13 +41,21 @@ Value = TypeVar("Value")
 PARTITION_VARIABLE = "PENSTOCK_PP_LAYER_PARTITION"
 
 
-MAX_THREADS = 1024  # of a rank; threads beyond the cores only wait for each other
+MAX_THREADS = 1024  # of a rank: more threads than the CPU has cores only wait for each other
 MAX_PLANS_IN_FLIGHT = 1024  # a channel to a rank has room for four times as many
-PLANS_ON_WIRES = 30  # between hosts: 150 ms there and back, and 5 ms for the slowest stage
+PLANS_ON_WIRES = 30  # between hosts: a round trip of 150 ms, in which a stage of 5 ms a plan computes 30
 
 
 def _whole_numbers(name: str, given: int | str | list[int], of_what: str) -> list[int]:
-    """The numbers of a setting of stages or ranks: 2, "2", "1,3" or [1, 3]; all at least 1."""
+    """Return the numbers of a setting that is given as 2, "2", "1,3" or [1, 3].
+
+    Args:
+        name: the setting, for errors.
+        of_what: what the numbers count, for errors.
+
+    Raises:
+        UsageError: the setting is something else, or a number is below 1.
+    """
     entries = given if isinstance(given, list) else [entry.strip() for entry in str(given).split(",")]
     if not all(re.fullmatch(r"-?[0-9]{1,9}", str(entry)) for entry in entries):
         raise UsageError(
@@ -62,12 +70,12 @@ def _whole_numbers(name: str, given: int | str | list[int], of_what: str) -> lis
 
 
 def _absolute(path: Path | str | None) -> str | None:
-    """Return the path of a file as child processes can use it; None for none."""
+    """Return the absolute path of a file, which child processes can use too; None if no file is given."""
     return None if path is None else str(Path(path).absolute())
 
 
 def _template_file(path: Path) -> str:
-    """Return the path of a file that is there, as child processes can use it."""
+    """Return the absolute path of a template's file. Raises `UsageError` if it does not exist."""
     if not path.is_file():
         raise UsageError(
             f"--chat-template {path} is not a file.",
@@ -78,7 +86,7 @@ def _template_file(path: Path) -> str:
 
 
 def _require_known_class(name: str) -> None:
-    """Raise `UsageError` unless it names a numeric class, or `auto`."""
+    """Raise `UsageError` unless the name is one of `NUMERIC_CLASSES`, or `auto`."""
     if name not in ("auto", *NUMERIC_CLASSES):
         raise UsageError(
             f"numeric_class is {name!r}, which is not an instruction set of our kernels.",
@@ -241,7 +249,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
             if self.async_depth > 64:
                 raise UsageError(f"async_depth is {self.async_depth}, more than 64.", remedy="Use 0, 1 or 2.")
         self._check_plans_in_flight()
-        _ = self.rank_threads  # can be read
+        _ = self.rank_threads  # raises if the setting cannot be read
         self._check_devices()
         _require_known_class(self.numeric_class)
         if not 2 <= self.heartbeat_limit_s < math.inf:
@@ -256,12 +264,12 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_async_depth(self) -> int:
-        """The largest async depth that there must be room for; `auto` takes 0 or 1."""
+        """The largest async depth that the engine must have room for; `auto` chooses 0 or 1."""
         return 1 if self.async_depth == "auto" else self.async_depth
 
     @property
     def least_plans_in_flight(self) -> int:
-        """One for each stage, and those issued ahead."""
+        """The number of plans that fill the pipe, one for each stage, and of those that are issued ahead."""
         return self.pipeline_parallel_size + self.max_async_depth
 
     def _check_plans_in_flight(self) -> None:
@@ -323,8 +331,15 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
     def _for_each_rank(self, name: str, values: list[Value]) -> list[Value]:
-        """One value is every rank's; as many as stages: each is that of all ranks of its stage; as many as
-        ranks of a replica: those of each replica."""
+        """Return a value for each rank, replica by replica.
+
+        What the given values stand for follows from how many there are:
+
+            1                             one value for all ranks
+            as many as stages             one for all ranks of each stage
+            as many as a replica's ranks  one for each rank of a replica, the same for every replica
+            as many as ranks in all       one for each rank
+        """
         sizes = self.tp_sizes
         num_ranks = sum(sizes)
         if len(values) == num_ranks * self.data_parallel_size:
@@ -546,9 +561,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, parallel=parallel)
 
     def with_partition_of(self, environ: Mapping[str, str]) -> EngineConfig:
-        """Return the same with the layers per stage that the environment asks for, if it asks for any.
+        """Return this config with the layers per stage that the environment variable asks for, if it is set.
 
-        It is for pipelines, and yields to whatever else says how the layers are cut.
+        The variable has no effect on a single stage, or where a setting or a topology file cuts the layers in
+        another way than `even`.
+
+        Args:
+            environ: the environment, which may have `PARTITION_VARIABLE`.
         """
         layers = environ.get(PARTITION_VARIABLE, "")
         is_open = self.parallel.partition == "even" and self.parallel.pipeline_parallel_size > 1

@@ -5,7 +5,7 @@
     MODULE:CLASS  a class of the user's own, as docs/clusters.md describes
     inprocess     threads of the caller's process; only `LLM` has it
 
-Which hosts each of them makes stands in `hosts.launchers.backends`.
+`hosts.launchers.backends` chooses the hosts for each backend.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ def require_backend(name: str, known: Sequence[str] = PROCESSES) -> str:
     """Return the name of a backend.
 
     Args:
-        known: names of those that can be used here, beside classes of the user's own.
+        name: the backend that the user has given.
+        known: names of the backends that the caller supports besides MODULE:CLASS.
 
     Raises:
-        UsageError: it is neither known nor the name of a class.
+        UsageError: the name is neither known nor of the form MODULE:CLASS.
     """
     if name in known or is_own_class(name):
         return name
@@ -44,5 +45,5 @@ def require_backend(name: str, known: Sequence[str] = PROCESSES) -> str:
 
 
 def is_own_class(name: str) -> bool:
-    """Return whether this names a class of the user's own, as MODULE:CLASS."""
+    """Return whether the name has the form MODULE:CLASS, and so means a class of the user's own."""
     return _OWN_CLASS.fullmatch(name) is not None

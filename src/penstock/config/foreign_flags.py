@@ -1,7 +1,8 @@
 """Flags of vLLM, SGLang and llama.cpp that have another name here, or are not here at all.
 
-The command line answers an unknown flag from this table before it looks for one that is spelled alike, and
-`docs/flags.md` shows it. What is refused by name wherever it is given is in `config.refused_settings`.
+The command line answers an unknown flag from this table, before it looks for a flag of ours that is spelled
+alike. `docs/flags.md` shows the table. `config.refused_settings` has the settings that the command line and
+`LLM` both refuse by name.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class ForeignFlag:
     """A flag that users of another engine know.
 
     Attributes:
-        engines: that have it.
-        ours: the flag to use here; "" where there is none.
-        remark: in what ours differs, or why there is none; may be empty where there is one.
+        engines: the engines that have the flag.
+        ours: the flag to use here; "": Penstock has none.
+        remark: how our flag differs, which may be "", or why Penstock has none.
     """
 
     engines: tuple[str, ...]

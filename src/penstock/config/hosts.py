@@ -1,4 +1,4 @@
-"""The settings of an engine over several hosts, as the head has them; those of a worker are its own."""
+"""The head's settings of an engine over several hosts. Workers have flags of their own (`cli.worker`)."""
 
 from __future__ import annotations
 
@@ -75,7 +75,10 @@ class HostsConfig(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
     def require_joining(self) -> None:
-        """Refuse more than one host if no worker could join. Launchers choose what is missing themselves."""
+        """Raise `UsageError` if there are several hosts, but no address or no token file for workers to join.
+
+        It is called for the backend `mp` alone: other backends choose both themselves.
+        """
         if self.hosts > 1 and (self.listen_workers is None or self.join_token_file is None):
             missing = "--listen-workers" if self.listen_workers is None else "--join-token-file"
             raise UsageError(
@@ -86,9 +89,17 @@ class HostsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_address(text: str, flag: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
-    """Return host and port of `host:port`, `[v6]:port` or the host alone; raises `UsageError`.
+    """Return host and port of `host:port`, `[v6]:port` or the host alone.
 
-    Port 0 stands for any free one, for a head whose workers a launcher starts.
+    Port 0 stands for any free port. Only `--listen-workers` may have it, on a head whose workers a launcher
+    starts.
+
+    Args:
+        flag: the flag with this address, for errors.
+        default_port: the port if the text has none.
+
+    Raises:
+        UsageError: the text is not an address.
     """
     match = _ADDRESS.fullmatch(text.strip())
     port = int(match["port"] or default_port) if match else 0
@@ -102,7 +113,7 @@ def parse_address(text: str, flag: str, default_port: int = DEFAULT_PORT) -> tup
 
 
 def own_host_name(given: str) -> str:
-    """Return the name of this host: the given one, or the machine's in letters that a name may have."""
+    """Return the name of this host: the given name, or the machine's name in characters that are allowed."""
     return given or re.sub(r"[^A-Za-z0-9._-]+", "-", socket.gethostname()).strip("-._")[:64] or "host"
 
 
@@ -112,7 +123,11 @@ def own_version() -> str:
 
 
 def state_directory(given: str | os.PathLike[str] | None) -> Path:
-    """Return where a host keeps what must outlive it."""
+    """Return the directory for what must outlive the processes of Penstock on a host.
+
+    Args:
+        given: the user's `--state-dir`; None takes the default.
+    """
     if given is not None:
         return Path(given).expanduser().resolve()
     base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
@@ -120,5 +135,9 @@ def state_directory(given: str | os.PathLike[str] | None) -> Path:
 
 
 def head_directory(given: str | os.PathLike[str] | None) -> Path:
-    """Return the directory in which a head keeps its cluster's identity, and the hosts that may join."""
+    """Return the directory with the identity of a head's cluster and the list of hosts that may join.
+
+    Args:
+        given: as for `state_directory`.
+    """
     return state_directory(given) / "head"

@@ -1,7 +1,8 @@
 """Bounds of what clients may ask: of one request, of structured output, and of connections.
 
-`MAX_...` is what one request may ask of the engine at most; `Limits` may only lower it. `config.server` holds
-the limits in force; `server.http.limits` and the readers of `server.openai` apply them.
+The constants `MAX_...` bound what one request may ask of the engine; a user can set a field of `Limits` no
+higher. `config.server` has the limits in force; `server.http.limits` and the readers of `server.openai` apply
+them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from penstock.config.checks import above_zero, at_least, between
 from penstock.config.setting import Setting
 from penstock.errors import UsageError
 
-# What one request may ask of the engine; `Limits` may only lower them.
+# The most that one request may ask of the engine; fields of `Limits` may only be lower.
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256

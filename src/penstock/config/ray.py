@@ -1,4 +1,4 @@
-"""The setting of the executor backend `ray`; the address of the cluster is RAY_ADDRESS, as Ray has it."""
+"""The options of the executor backend `ray`. Ray itself reads the address of its cluster from RAY_ADDRESS."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         resources: what Ray reserves for each host, such as {"CPU": 8, "GPU": 1}; empty: a CPU, and as many
             GPUs as each node has.
         runtime_env: a runtime environment of Ray, for the workers.
-        placement_group: hexadecimal id of a placement group that is there, whose bundles are used: the first
-            is the head's.
-        node_address: of the node of the head, where several nodes run on one machine.
+        placement_group: hexadecimal id of an existing placement group; the head gets its first bundle, and
+            each worker gets another one. "": Penstock makes a group.
+        node_address: address of the head's node; Ray needs it only if several nodes run on one machine.
     """
 
     placement: Literal["spread", "pack"] = "spread"
@@ -31,10 +31,13 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def ray_options(text: str) -> RayOptions:
-    """Return the options in a JSON object.
+    """Return the options of a JSON object.
+
+    Args:
+        text: the value of `--ray`.
 
     Raises:
-        UsageError: it cannot be read.
+        UsageError: the text is not such an object, or an amount of a resource is not above 0.
     """
     try:
         options = msgspec.json.decode(text, type=RayOptions)

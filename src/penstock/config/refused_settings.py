@@ -1,6 +1,6 @@
-"""Settings that users of other engines know, and that are not built here: refused by name [I2] [I3] [I5].
+"""Settings that users of other engines know and that Penstock refuses by name [I2] [I3] [I5].
 
-Asked by `llm` for unknown arguments and by the command line for unknown flags.
+`llm` looks here for each unknown argument, and `cli.program` for each flag.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ _REFUSED = {
 
 
 def refuse_if_known(name: str) -> None:
-    """Raise `UsageError` for a setting that is known elsewhere; `name` with underscores."""
+    """Raise `UsageError` if other engines have this setting and Penstock cannot support it.
+
+    Args:
+        name: the setting's name, with underscores between its words.
+    """
     if name in _REFUSED:
         what, remedy = _REFUSED[name]
         raise UsageError(f"{name} is not supported: {what}.", remedy=remedy, param=name, code="unsupported")

@@ -1,9 +1,9 @@
 """`Setting`: what a field of a config says of the flag that sets it.
 
-The structs of `config` annotate their fields with one; `config.declared` reads them. A setting is declared
-nowhere else: the command line, `--help`, the settings file, `docs/flags.md` and the arguments of `LLM` follow
-from it, from the field's name, type and default, and from the struct's docstring. Knows no library of command
-lines.
+The structs of `config` annotate each field that a user can set with a `Setting`; `config.declared` collects
+them. A setting is declared nowhere else. The command line, `--help`, the settings file, `docs/flags.md` and
+the arguments of `LLM` follow from the `Setting`, from the field's name, type and default, and from the
+struct's docstring. This module imports no command-line library.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ENV_PREFIX = "PENSTOCK_"
 
 
 def as_given(value: Any) -> Any:
-    """Return the value: the field holds what the command line reads."""
+    """Return the value unchanged, for fields that hold what the command line has read."""
     return value
 
 
@@ -26,17 +26,17 @@ class Setting:
 
     Attributes:
         group: page of `--help GROUP` that shows the flag.
-        help: its line there.
-        flag: the flag, whose name is the key in a settings file; "" derives it from the field's name:
-            `queue_timeout_s` is set by `--queue-timeout`.
+        help: the flag's line on that page.
+        flag: the flag; its name without dashes is the key in a settings file. "" derives the flag from the
+            field's name: `queue_timeout_s` is set by `--queue-timeout`.
         aliases: further names of the flag.
-        off: flag that switches the setting off; "" where there is none.
-        env: the only name in the environment; "" makes a name of each name of the flag.
-        text_type: type that the command line reads, where it is not the field's.
+        off: flag that switches the setting off; "": there is no such flag.
+        env: the only environment variable for the setting; "": one variable for each name of the flag.
+        text_type: type that the command line reads, if it is not the field's type.
         read: makes the field's value of what the command line has read; raises `UsageError`.
-        may_look_like_flag: a value may begin with a hyphen.
-        is_secret: the value is never shown.
-        is_argument: of a setting of the engine: `LLM` has an argument of the field's name.
+        may_look_like_flag: whether a value may begin with a hyphen.
+        is_secret: whether the value must never be shown.
+        is_argument: whether `LLM` has an argument of the field's name; read only for settings of the engine.
     """
 
     group: str
@@ -58,11 +58,14 @@ class Setting:
 
 
 def flag_named_for(field: str) -> str:
-    """Return the flag of a field that does not name one: without the unit at the end of the field's name."""
+    """Return the flag that is derived from a field's name, without the unit (`_ms` or `_s`) at its end."""
     return "--" + field.removesuffix("_ms").removesuffix("_s").replace("_", "-")
 
 
 def environment_names_of(flags: Sequence[str]) -> list[str]:
-    """Return the names in the environment that follow from those of a flag, shortest first."""
+    """Return the environment variables for a flag, one for each name, the shortest first.
+
+    Names with a single hyphen, such as `-q`, have none.
+    """
     long = sorted((name for name in flags if name.startswith("--") or not name.startswith("-")), key=len)
     return [ENV_PREFIX + name.lstrip("-").upper().replace("-", "_") for name in long]

@@ -1,4 +1,4 @@
-"""The settings of speculation: what drafts tokens, and how many at once."""
+"""The settings of speculation: what guesses the next tokens, and how many at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SpeculativeMethod = Literal["auto", "off", "suffix", "draft_model", "mtp"]
 DraftQuantization = Literal["none", "int8", "int4"]
 MOST_SPECULATIVE_TOKENS = 64
 
-# vLLM's names for what we have.
+# Names of methods that vLLM's JSON object may have, and our names for them.
 _METHODS = {
     "auto": "auto",
     "off": "off",
@@ -32,7 +32,7 @@ _FIELDS = {
     "device": "speculative_device",
     "num_speculative_tokens": "num_speculative_tokens",
 }
-_IGNORED = ("prompt_lookup_min", "prompt_lookup_max")  # lengths that are looked up: ours are fixed
+_IGNORED = ("prompt_lookup_min", "prompt_lookup_max")  # how much text vLLM looks up; ours is fixed
 _NAME = "speculative_config"
 _EXAMPLE = """Give {"method": "suffix"}, for example."""
 
@@ -101,7 +101,10 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def method(self) -> SpeculativeMethod:
-        """The drafter's method; a named model chooses it. `auto`: the text itself, where no token changes."""
+        """The method in force: `draft_model` if a draft model is named, else what the setting says.
+
+        `auto` drafts as `suffix` does, but only if all stages compute so that drafts cannot change a token.
+        """
         return "draft_model" if self.speculative_model is not None else self.speculative_method
 
     @property
@@ -117,13 +120,14 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
 def with_speculative_config(
     config: SpeculationConfig, given: str | Mapping[str, Any] | None
 ) -> SpeculationConfig:
-    """Return the config with the settings of vLLM's object.
+    """Return the config with the settings of vLLM's object `speculative_config`.
 
     Args:
         given: the object, or JSON of it; None leaves the config as it is.
 
     Raises:
-        UsageError: it is not such an object, or asks for an unsupported feature; names the field.
+        UsageError: `given` is not such an object, or asks for an unsupported feature; the error names the
+            field.
     """
     if given is None:
         return config

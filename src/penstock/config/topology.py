@@ -1,4 +1,4 @@
-"""A topology file: the stages of a pipeline one by one, where they are unlike.
+"""A topology file: a description of the stages of a pipeline one by one, for stages that differ.
 
     [[stage]]
     layers = 20
@@ -11,7 +11,8 @@
     device = "cpu"
     threads = 12
 
-It stands for `--pp`, `--tp`, `--device` and `--threads-per-rank`, and with `layers` for `--partition`.
+The file takes the place of `--pp`, `--tp`, `--device` and `--threads-per-rank`. If its stages have `layers`,
+it takes the place of `--partition` too.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Value = TypeVar("Value", int, str)
 
 
 class _Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a file may say of a stage; `layers` and `threads` of all stages or of none."""
+    """The part of a file about one stage. All stages have `layers` or none has; so too with `threads`."""
 
     layers: int | None = None
     tp: int = 1
@@ -44,10 +45,15 @@ class _Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def with_topology(parallel: ParallelConfig, path: str | os.PathLike[str]) -> ParallelConfig:
-    """Return the settings with the stages of a file.
+    """Return the settings with the stages of a topology file.
+
+    Args:
+        parallel: the settings; those whose place the file takes must have their defaults.
+        path: the file.
 
     Raises:
-        UsageError: the file cannot be read, does not add up, or a setting that it stands for is given too.
+        UsageError: the file cannot be read or contradicts itself, or a setting whose place it takes has
+            another value than its default.
     """
     stages = _read(Path(path))
     says_layers = any(stage.layers is not None for stage in stages)
@@ -95,7 +101,7 @@ def _read(path: Path) -> list[_Stage]:
 def _for_each_rank(
     path: str | os.PathLike[str], stage: _Stage, name: str, given: Value | list[Value]
 ) -> list[Value]:
-    """One value is every rank's of the stage."""
+    """Return a value for each rank of the stage; a single value is given to all of them."""
     if not isinstance(given, list):
         return [given] * stage.tp
     if len(given) != stage.tp:
