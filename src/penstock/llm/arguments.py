@@ -1,4 +1,4 @@
-"""The arguments of `LLM` and `AsyncLLM`: from names and values to an `EngineConfig`, and on to a plan."""
+"""The arguments of `LLM` and `AsyncLLM`: from names and values to an `EngineConfig` and a `LaunchPlan`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.hosts.local import LocalHost
 from penstock.hosts.rank_host import Hosts
 
 NO_INTER_TOKEN_TARGET_MS = 1e9
-# Here the caller is the queue: it may hold any number, for any time.
+# The caller gives all requests at once and waits for them, so any number may wait for any time.
 _NO_BOUNDS = {"max_waiting_requests": 1 << 31, "max_waiting_tokens": 1 << 62, "queue_timeout_s": 1e12}
 _PARTS = {
     "model": ModelConfig,
@@ -37,7 +37,16 @@ _PARTS = {
 def engine_config(
     given: Mapping[str, Any], backend: str, topology: str | os.PathLike[str] | None = None
 ) -> EngineConfig:
-    """Return the configuration of the arguments that are fields of it, types and ranges checked."""
+    """Return the configuration that the arguments ask for, with checked types and ranges.
+
+    Args:
+        given: arguments by name; those that are not fields of a config are ignored.
+        backend: name of the executor backend.
+        topology: topology file; None: the arguments alone define the stages.
+
+    Raises:
+        UsageError: a type, a value or the topology file cannot be used.
+    """
     given = {**given, **_NO_BOUNDS, "model": str(given["model"]), "backend": backend}
     values: dict[str, Any] = {
         part: {name: given[name] for name in fields.__struct_fields__ if name in given}
@@ -58,14 +67,21 @@ def engine_config(
 
 
 def settled(config: EngineConfig) -> tuple[EngineConfig, LaunchPlan]:
-    """Return the configuration with measured `auto` values, and the plan that it gives on this host."""
+    """Return the configuration with layers in place of an `auto` partition, and the plan of its launch.
+
+    If the partition is `auto`, this measures the stages, unless their costs are known from an earlier start.
+    """
     hosts = Hosts(LocalHost())
     config = settle_partition(config, hosts, LogReporter())
     return config, resolve(config, hosts.resources())
 
 
 def refuse_unknown(unknown: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise `UsageError` for an argument that is not known; it names the nearest one."""
+    """Raise `UsageError` for the first unknown argument, if there is any.
+
+    The error says why a setting of other engines is not supported, or names the known argument that is
+    spelled most alike.
+    """
     if not unknown:
         return
     name = next(iter(unknown))

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: an engine of its own for a program with an event loop; outputs come as they are made.
+"""`AsyncLLM`: an engine for a program with an event loop; outputs come while they are generated.
 
     async with AsyncLLM("path/to/model", pipeline_parallel_size=2) as llm:
         async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=32)):
@@ -60,14 +60,15 @@ from penstock.tokenizer.tokenizer import Tokenizer
 
 
 class AsyncLLM:
-    """A model, ready to generate. Belongs to one event loop.
+    """A model, ready to generate. An object belongs to one event loop.
 
-    Starts at the first use, at `start`, or at the entry of `async with`; ends its processes at `close`, at
-    the exit of `async with`, or with this process.
+    The engine starts at the first use, at `start`, or at the entry of `async with`. Its processes end at
+    `close`, at the exit of `async with`, or with this process.
 
     Args:
         model: as for `LLM`.
-        settings: those of `LLM`, with the same defaults; of executor backends all but `inprocess`.
+        settings: arguments of `LLM`, with the same defaults. The executor backend cannot be `inprocess`, nor
+            a function that makes an `Executor`.
 
     Raises:
         UsageError: an argument is unknown or out of range.
@@ -77,7 +78,7 @@ class AsyncLLM:
         self._config = _config_of(model, settings)
         self._starting: asyncio.Task[_Running] | None = None
         self._numbers = itertools.count()
-        self._streams: dict[str, list[RequestStream]] = {}  # of a request, one for each sequence
+        self._streams: dict[str, list[RequestStream]] = {}  # by request id: a stream for each sequence
         self._ending: asyncio.Task[None] | None = None  # from the first `close` on
 
     async def start(self) -> None:
@@ -96,17 +97,19 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a prompt; each output has all that was generated so far.
 
-        It has that of each of its `n` sequences; the last output is `finished`. Leaving the loop early, or
-        cancelling its task, aborts the request (`contextlib.aclosing` does so at once).
+        An output has all `n` sequences of the request. The last output is `finished`. If the caller leaves
+        the loop over the outputs early, the request is aborted when Python finalises the generator; with
+        `contextlib.aclosing` it is aborted at once. It is also aborted if the caller's task is cancelled.
 
         Args:
             prompt: text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`.
             sampling_params: None takes the model's defaults.
-            request_id: for `abort`; must differ from those of all live requests. None makes one.
+            request_id: name of the request, by which `abort` finds it; no other live request may have it.
+                None makes a name.
 
         Raises:
             InvalidRequestError: the prompt or a sampling value is out of bounds, or the id is in use.
-            AbortedError: it was aborted by another call.
+            AbortedError: `abort` was called for this request.
             PenstockError: the request or the engine failed.
         """
         running = await self._running()
@@ -125,7 +128,10 @@ class AsyncLLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer a conversation by the model's chat template; else as `generate`, and `LLM.chat`."""
+        """Answer a conversation, which the model's chat template makes a prompt of.
+
+        The options of the template are those of `LLM.chat`; all else is as in `generate`.
+        """
         options = chat_options(add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
         running = await self._running()
         prepared = await _off_the_loop(messages, running.text.conversation, messages, options)
@@ -138,7 +144,7 @@ class AsyncLLM:
         pooling_params: PoolingParams | None = None,
         request_id: str | None = None,
     ) -> EmbeddingRequestOutput:
-        """Return a vector of length 1, as `LLM.embed`. Cancelling the task aborts the request."""
+        """Return the embedding of one prompt, as `LLM.embed` does. Cancelling the task aborts the request."""
         name, ids, delta = await self._pooled(prompt, pooling_params or PoolingParams(), request_id)
         return embedding_output(name, ids, delta.vector)
 
@@ -150,13 +156,13 @@ class AsyncLLM:
         *,
         pooling: Pooling | None = None,
     ) -> PoolingRequestOutput[PoolingOutput]:
-        """Return the pooled hidden states, as `LLM.encode` for one prompt."""
+        """Return the pooled hidden states of one prompt, as `LLM.encode` does."""
         params = raw_pooling(pooling_params, pooling)
         name, ids, delta = await self._pooled(prompt, params, request_id)
         return pooling_output(name, ids, delta.vector)
 
     def abort(self, request_id: str) -> None:
-        """End a request: its reader gets an `AbortedError`. Harmless where there is no such request."""
+        """End a request; the caller that reads its outputs gets an `AbortedError`. Ignore an unknown id."""
         for stream in self._streams.get(request_id, ()):
             stream.cancel()
 
@@ -173,14 +179,13 @@ class AsyncLLM:
         return (await self._running()).text.default_sampling
 
     async def status(self) -> EngineStatus:
-        """Return whether tokens come through the pipe, and the core's numbers."""
+        """Return whether the engine is ready, and if not, why; and the last numbers of the core."""
         return (await self._running()).engine.status()
 
     async def close(self) -> None:
-        """End the engine and wait until nothing of it is left. May be called twice, and while it closes.
+        """End the engine and wait until nothing of it is left. May be called again, at any time.
 
-        Requests that are open end with an error. The engine ends also where the task that calls this is
-        cancelled.
+        Open requests end with an error. The engine ends even if the task that calls this is cancelled.
         """
         if self._ending is None:
             self._ending = asyncio.get_running_loop().create_task(_end(self._starting))
@@ -200,7 +205,7 @@ class AsyncLLM:
         await self.close()
 
     async def _running(self) -> _Running:
-        """Return the engine, which is started once however many callers wait for it."""
+        """Return the running engine; start it first if no caller has. All callers wait for the same start."""
         if self._ending is not None:
             raise UsageError("this AsyncLLM has been closed.", remedy="Make a new one.")
         if self._starting is None or (self._starting.done() and self._starting.cancelled()):
@@ -209,7 +214,7 @@ class AsyncLLM:
         try:
             running = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            if self._ending is not None and starting.cancelled():  # not whoever asks was cancelled
+            if self._ending is not None and starting.cancelled():  # `close` cancelled the start
                 raise UnavailableError("this AsyncLLM was closed while it started.") from None
             raise
         running.require_alive()
@@ -233,7 +238,7 @@ class AsyncLLM:
                     for index, delta in deltas.items():
                         wholes[index] = merge_deltas([wholes[index], delta])
                     if not any(delta.token_ids or delta.finish_reason for delta in deltas.values()):
-                        continue  # scores of the prompt, which are told once they are all there
+                        continue  # scores of the prompt alone: the next output has them, with its tokens
                     yield request_output(
                         name,
                         prompt.text,
@@ -262,7 +267,7 @@ class AsyncLLM:
             self._release(name, streams)
 
     def _release(self, name: str, streams: list[RequestStream]) -> None:
-        """Abort the rest of a request whose reader has left."""
+        """Forget a request that is no longer read, and abort those of its sequences that still run."""
         for stream in streams:
             stream.cancel()
         if self._streams.get(name) is streams:
@@ -289,7 +294,7 @@ class _Running:
         return self.text.sampling_for(sampling, self._limits, len(prompt.token_ids))
 
     async def prove(self, sampling: SamplingParams) -> None:
-        """Return if the structured output can be had. Raises what `GrammarProver.prove` does."""
+        """Check that some text can follow the grammar, if one is given. Raises as `GrammarProver.prove`."""
         if sampling.structured_outputs is not None:
             await self._grammars.prove(sampling.structured_outputs)
 
@@ -305,7 +310,10 @@ class _Running:
 
 
 async def _start(config: EngineConfig) -> _Running:
-    """Start processes and wait for them, off the loop. After an error none of them is left."""
+    """Start the engine and return when it is ready. After an error no process of it is left.
+
+    What would block the event loop runs in threads.
+    """
     config, plan = await asyncio.to_thread(settled, config)
     text = await asyncio.to_thread(PromptPreparer.of, plan, config.model)
     supervisor = SupervisorProcess(config, LogReporter())
@@ -319,7 +327,7 @@ async def _start(config: EngineConfig) -> _Running:
 
 
 async def _end(starting: asyncio.Task[_Running] | None) -> None:
-    """End the engine of this start, however far it has come."""
+    """End the engine that this task has started, or is starting; None: no start was asked for."""
     if starting is None:
         return
     starting.cancel()
@@ -329,7 +337,10 @@ async def _end(starting: asyncio.Task[_Running] | None) -> None:
 
 
 async def _news(streams: Sequence[RequestStream]) -> AsyncGenerator[dict[int, TextDelta], None]:
-    """Yield the news of the streams, by their indices, until all have ended or one has failed."""
+    """Yield what has arrived, as deltas by the index of their stream, until all streams have ended.
+
+    Raises the error of the first stream that fails.
+    """
     if len(streams) == 1:
         while True:
             delta = await streams[0].next()
@@ -354,7 +365,11 @@ _INLINE_CHARACTERS = 16 << 10
 
 
 async def _off_the_loop(text: object, prepare: Any, *arguments: Any) -> PreparedPrompt:
-    """Return the prepared prompt; long texts and conversations are worked on in a thread."""
+    """Return the prompt that `prepare` makes of the arguments; a long one in a thread, not to block the loop.
+
+    Args:
+        text: the prompt or the conversation, whose length decides.
+    """
     if isinstance(text, Mapping):
         text = text.get("prompt")
     if len(str(text)) <= _INLINE_CHARACTERS:
@@ -364,7 +379,7 @@ async def _off_the_loop(text: object, prepare: Any, *arguments: Any) -> Prepared
 
 
 def _config_of(model: str, settings: Mapping[str, Any]) -> EngineConfig:
-    """Return the configuration of these settings, whose names and defaults are those of `LLM`'s signature."""
+    """Return the configuration of these settings; their names and defaults come from `LLM`'s signature."""
     parameters = inspect.signature(LLM.__init__).parameters
     known = {
         name: parameter.default

@@ -1,7 +1,7 @@
-"""The engine as `LLM` uses it: many requests at once, from the first to the last.
+"""The engine as `LLM` uses it: a client that is given many requests at once and waits for all results.
 
-`InprocessClient` has the engine core and its ranks in this process. Its twin for an engine in other processes
-is `llm.process_client`.
+`InprocessClient` has the engine core and its ranks in this process. `llm.process_client` is the client of an
+engine in other processes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POLL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class OfflineRequest:
-    """A request whose values are checked, with the maker of the text or vector of each sequence."""
+    """A request with checked values, and the function that makes a text or vector of each sequence."""
 
     request: GenerationRequest
     make_assembler: MakeAssembler
@@ -42,7 +42,7 @@ class RequestResult:
     Attributes:
         sequences: the whole output of each sequence.
         num_cached_tokens: prompt tokens whose KV was found in the cache.
-        drafts: sum over all sequences.
+        drafts: accepted and rejected drafts, summed over all sequences.
     """
 
     sequences: list[TextDelta]
@@ -57,12 +57,17 @@ class RequestResult:
 
     @classmethod
     def of(cls, sequences: list[TextDelta], streams: Sequence[RequestStream]) -> RequestResult:
-        """Return the result of a request with these streams; its prompt counts with the first of them."""
+        """Return the result of a request. The first stream counts the cached tokens of the prompt.
+
+        Args:
+            sequences: the whole output of each sequence.
+            streams: the streams of these sequences.
+        """
         return cls(sequences, streams[0].cached_tokens, total_drafts(stream.drafts for stream in streams))
 
 
 class EngineClient(Protocol):
-    """The only user of one engine."""
+    """The only client of one engine."""
 
     @property
     def max_model_len(self) -> int:
@@ -73,13 +78,13 @@ class EngineClient(Protocol):
         """Send all requests, wait until all have ended, and return their results in the same order.
 
         Raises:
-            PenstockError: a request failed, or the engine is lost: the first cause. The other requests are
-                aborted then, as they are at an interrupt.
+            PenstockError: a request failed, or the engine is lost; the error is the first cause. The other
+                requests are then aborted, as they are at a KeyboardInterrupt.
         """
         ...
 
     def stats(self) -> CoreStats | None:
-        """Return the core's numbers, as of its last message."""
+        """Return the numbers that the core reported last; None while there is no core."""
         ...
 
     def close(self) -> None:
@@ -88,10 +93,11 @@ class EngineClient(Protocol):
 
 
 class InprocessClient:
-    """The engine core and its ranks in this process. Belongs to one thread.
+    """The engine core and its ranks in this process. Only the thread that made it may use it.
 
     Args:
-        executor: not started yet.
+        plan: the plan of the engine's launch.
+        executor: starts the ranks; it has not been started yet.
     """
 
     def __init__(self, plan: LaunchPlan, executor: Executor) -> None:
@@ -126,11 +132,11 @@ class InprocessClient:
                     if all(sibling.has_ended for sibling in siblings[stream.request_id]):
                         progress.advance()
         finally:
-            streams.cancel_all()  # after an error or an interrupt: let nothing run on
+            streams.cancel_all()  # after an error or an interrupt no request may run on
         return [RequestResult.of([stream.result() for stream in own], own) for own in opened]
 
     def add(self, request: GenerationRequest) -> None:
-        """Queue a request. A refusal is the only update of each sequence, with `finish_reason` "error"."""
+        """Queue a request. If it is refused, `poll` returns one update for each sequence, with the error."""
         try:
             self._core.add_request(request)
         except PenstockError as error:

@@ -4,10 +4,10 @@
         for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
             print(output.outputs[0].text)
 
-The stages are processes of their own (`mp`, `llm.process_client`) or threads of this one (`inprocess`,
-`llm.engine_client`). Prompts become ids in `llm.prompt_preparer`, ids become text in `engine.client.outputs`.
-The logger `penstock` says at INFO what is decided and done at start. `llm.async_llm` is the same for programs
-with an event loop.
+With the executor backend `inprocess` the stages are threads of this process (`llm.engine_client`); with every
+other backend they are processes (`llm.process_client`). Prompts become ids in `llm.prompt_preparer`, ids
+become text in `engine.client.outputs`. The logger `penstock` says at INFO what is decided and done at start.
+`llm.async_llm` is the same for programs with an event loop.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ Params = TypeVar("Params", SamplingParams, PoolingParams, SamplingParams | None)
 
 
 class LLM:
-    """A model, ready to generate. Ends its processes at `shutdown`, at the end of a `with`, or at exit.
+    """A model, ready to generate. Its processes end at `shutdown`, at the end of a `with`, or at exit.
 
     Args:
         model: directory of a Hugging Face style checkpoint, GGUF file, `demo`, or name of a model here.
@@ -228,12 +228,12 @@ class LLM:
             prompts: text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`, one or several. Special tokens
                 written in a text mean themselves.
             sampling_params: for all prompts, or one per prompt; None takes the model's defaults.
-            use_tqdm: show the progress; None: on a terminal alone, and of several prompts.
+            use_tqdm: show the progress; None: only on a terminal, and only of several prompts.
 
         Raises:
             InvalidRequestError: a prompt or a sampling value is out of bounds, or prompt and output together
-                are too long; names the prompt by its index. Nothing has run.
-            PenstockError: a request or the engine failed; the others were aborted.
+                are too long. The error names the prompt by its index; no prompt has run.
+            PenstockError: a request or the engine failed; the other requests were aborted.
         """
         self._require_open()
         return self._generate(self._text.prompts(prompts), sampling_params, use_tqdm)
@@ -252,12 +252,12 @@ class LLM:
         """Answer a conversation (a list of messages), or several, by the model's chat template.
 
         Args:
-            add_generation_prompt: end the prompt with what begins an answer.
-            continue_final_message: go on with the last message, an assistant's, instead.
-            tools: functions that the model is told of, in OpenAI's form; its calls are in the text.
+            add_generation_prompt: end the prompt with the text that begins an answer.
+            continue_final_message: continue the last message, an assistant's, instead of beginning an answer.
+            tools: functions that the model may call, in OpenAI's form. Calls are a part of the output's text.
             chat_template_kwargs: further variables of the template.
 
-        Raises what `generate` does; also when the template refuses the messages, or knows no tools.
+        Raises what `generate` does; also if the template refuses the messages, or does not support tools.
         """
         self._require_open()
         options = chat_options(add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
@@ -270,11 +270,11 @@ class LLM:
         *,
         use_tqdm: bool | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Return a vector of length 1 for each prompt, in the order of the prompts.
+        """Return the embedding of each prompt, in the order of the prompts: a vector of Euclidean length 1.
 
         Args:
             prompts: as for `generate`.
-            pooling_params: for all prompts, or one per prompt; None takes what the engine was started with.
+            pooling_params: for all prompts, or one per prompt; None takes the engine's `pooling`.
 
         Raises what `generate` does.
         """
@@ -291,10 +291,10 @@ class LLM:
         pooling: Pooling | None = None,
         use_tqdm: bool | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return the pooled hidden states of each prompt as a numpy array, of the length that they have.
+        """Return the pooled hidden states of each prompt as a numpy array, not divided by their length.
 
         Args:
-            pooling: in place of `pooling_params`.
+            pooling: which token states to pool, as in `PoolingParams`; only without `pooling_params`.
 
         Raises what `generate` does.
         """
@@ -375,7 +375,10 @@ class LLM:
 
 
 def _prove_all(requests: Sequence[OfflineRequest], grammars: GrammarProver) -> None:
-    """Raise `InvalidRequestError` for a grammar that no text can follow; names the prompt by its index."""
+    """Raise `InvalidRequestError` for a grammar that no text can follow, or that takes too long to compile.
+
+    The error names the prompt by its index.
+    """
     for index, request in enumerate(requests):
         structured = request.request.sampling.structured_outputs
         if structured is not None:
@@ -384,7 +387,13 @@ def _prove_all(requests: Sequence[OfflineRequest], grammars: GrammarProver) -> N
 
 
 def _for_each(given: Params | Sequence[Params], count: int, name: str) -> Sequence[Params]:
-    """Return the parameters of each prompt, which were given once for all (or not at all), or for each."""
+    """Return the parameters of each prompt.
+
+    Args:
+        given: parameters for all prompts, or one for each prompt; None stands for the defaults of all.
+        count: number of prompts.
+        name: the argument, for errors.
+    """
     if given is None or isinstance(given, SamplingParams | PoolingParams):
         return [given] * count
     if len(given) != count:
@@ -414,7 +423,7 @@ def _close(client: EngineClient, grammars: GrammarProver) -> None:
 
 
 def _executor_backend(given: str | MakeExecutor) -> tuple[str, MakeExecutor | None]:
-    """Return where ranks run, and what makes the executor if it is the caller's own."""
+    """Return the name of the backend, and the caller's function that makes the executor, if given."""
     if callable(given):
         return "inprocess", given
     require_backend(given, (*PROCESSES, "inprocess"))
@@ -429,7 +438,7 @@ def _make_client(
         return InprocessClient(plan, make_executor(plan))
     if config.parallel.backend != "inprocess":
         return ProcessClient(config, plan, text, LogReporter())
-    # Here and not above: this imports torch, which the processes of the other backend do for themselves.
+    # Here and not above: this imports torch, which only the ranks' processes import with other backends.
     from penstock.executor.inprocess import InprocessExecutor
 
     return InprocessClient(plan, InprocessExecutor(plan.ranks))

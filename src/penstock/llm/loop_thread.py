@@ -15,7 +15,10 @@ Result = TypeVar("Result")
 
 
 class _Call(Generic[Result]):
-    """One coroutine on its way through the loop, which calls its methods; any thread may wait for it."""
+    """One coroutine that is to run on the loop. Any thread may wait for its result.
+
+    The loop's thread calls the methods. Only `give_up` may also be called once that thread has ended.
+    """
 
     def __init__(self, coroutine: Coroutine[Any, Any, Result]) -> None:
         self.result: Future[Result] = Future()
@@ -33,9 +36,9 @@ class _Call(Generic[Result]):
             self._task.cancel()
 
     def give_up(self) -> None:
-        """Tell the caller that the loop has ended, if it waits for a result still."""
+        """End the caller's wait with `UnavailableError`, unless there is a result already."""
         if not self.result.done():
-            self._coroutine.close()  # does nothing if it has ended
+            self._coroutine.close()  # does nothing if the coroutine has ended
             self.result.set_exception(UnavailableError("the engine was shut down while it was in use."))
 
     def _note_end(self, task: asyncio.Task[Result]) -> None:
@@ -50,18 +53,18 @@ class _Call(Generic[Result]):
 class LoopThread:
     """An event loop on a thread of its own, which runs until `close`.
 
-    The thread is a daemon, so that a program may end without `close`. A process that was forked from the one
-    that made it has no such thread: there nothing can be run, and `close` leaves the loop, whose descriptors
-    both processes share, alone.
+    The thread is a daemon, so that a program may end without `close`. A process that was forked from this one
+    has no such thread: there `run` raises, and `close` does not touch the loop, since both processes share
+    the loop's descriptors.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
-        self._calls: set[_Call[Any]] = set()  # whose callers wait
+        self._calls: set[_Call[Any]] = set()  # the calls for which some thread waits
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         try:
@@ -71,7 +74,7 @@ class LoopThread:
             raise
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run the coroutine on the loop, and return its result. It is cancelled at an interrupt.
+        """Run the coroutine on the loop, and return its result. An interrupt of the caller cancels it.
 
         Raises:
             UnavailableError: the loop has been closed, before the call or during it.
@@ -84,22 +87,22 @@ class LoopThread:
                 remedy="Use the engine there, or start another one here.",
             )
         call = _Call(coroutine)
-        self._calls.add(call)  # before the loop gets it: the thread gives up all calls when it has ended
+        self._calls.add(call)  # before the loop gets it: when the loop has ended, all calls are given up
         try:
             if not self._take(lambda: self._start(call)):
-                self._thread.join()  # which may be giving up the call itself
+                self._thread.join()  # the thread may be giving up this call just now
                 call.give_up()
             return call.result.result()
         except BaseException:
-            self._take(call.cancel)  # also when the interrupt came before there was a task
+            self._take(call.cancel)  # the interrupt may have come before there was a task
             raise
         finally:
             self._calls.discard(call)
 
     def post(self, function: Callable[[], object]) -> None:
-        """Call the function on the loop, after those given before; at once if this is its thread.
+        """Call the function on the loop's thread, after those posted before, without waiting for that.
 
-        It is not called where the loop has ended.
+        On that thread itself it is called at once. If the loop has ended, it is not called.
         """
         if threading.current_thread() is self._thread:
             function()
@@ -109,7 +112,8 @@ class LoopThread:
     def close(self) -> None:
         """Stop the loop, which cancels what it runs, and wait for the end of the thread.
 
-        The thread itself calls this when the garbage collector finalises its owner there: it does not wait.
+        The garbage collector may finalise the owner on the loop's own thread. There the call does not wait,
+        since a thread cannot wait for its own end.
         """
         self.post(self._stop.set)
         if threading.current_thread() is not self._thread:
@@ -128,7 +132,7 @@ class LoopThread:
             call.start()
 
     def _take(self, function: Callable[[], object]) -> bool:
-        """Give the function to the loop; return whether the loop takes it still."""
+        """Give the function to the loop; return whether the loop still takes functions."""
         if not self._thread.is_alive():
             return False
         try:

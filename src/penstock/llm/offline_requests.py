@@ -1,4 +1,4 @@
-"""From the prompts of `LLM` to requests whose values are checked, each with an id of its own."""
+"""Makes requests of the prompts of `LLM`: values are checked, and each request gets an id."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class OfflineRequests:
     """Makes the requests of one `LLM`, with the ids "0", "1" and so on.
 
     Args:
-        limits: of the engine that runs.
+        text: knows the model's tokenizer and defaults.
+        limits: the bounds of requests in the engine that runs.
     """
 
     def __init__(self, text: PromptPreparer, limits: RequestLimits) -> None:

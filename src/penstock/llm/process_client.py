@@ -1,7 +1,7 @@
 """An engine in processes of its own for `LLM`: the synchronous face of `engine.client.async_engine`.
 
-The client of the core runs on an event loop in a thread, where the text is made too. The calling thread
-sleeps until all of its requests have ended, so that no token wakes it (`benchmarks/offline_client.py`).
+The client of the core runs on an event loop in a thread, which makes the text too. The calling thread sleeps
+until all of its requests have ended: no token wakes it. `benchmarks/offline_client.py` measures this.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from penstock.llm.supervisor_process import SupervisorProcess
 
 
 class ProcessClient:
-    """An engine in processes of its own, which end with this object or with this process, however it ends.
+    """An engine in processes of its own, which end at `close` or with this process, even if it is killed.
 
     Args:
+        plan: the plan of the engine's launch.
         text: makes the text of outputs.
         reporter: gets the supervisor's events.
 
     Raises:
-        PenstockError: the engine could not be started; the first cause.
+        PenstockError: the engine could not be started; the error is the first cause.
     """
 
     def __init__(
@@ -57,7 +58,8 @@ class ProcessClient:
     def run(self, requests: Sequence[OfflineRequest], progress: ProgressDisplay) -> list[RequestResult]:
         """Run the requests; see `EngineClient.run`.
 
-        Requests outlive the loss of a core, even one that is away now.
+        Requests continue after the loss of a core. If there is no core now, this first waits `AWAY_S` seconds
+        at most for one.
         """
         return self._thread.run(self._run(requests, progress))
 
@@ -83,7 +85,7 @@ class ProcessClient:
             return await asyncio.gather(*(_result(streams, progress) for streams in opened))
         finally:
             for stream in itertools.chain.from_iterable(opened):
-                stream.cancel()  # after an error or an interrupt: let nothing run on
+                stream.cancel()  # after an error or an interrupt no request may run on
 
 
 async def _result(streams: Sequence[RequestStream], progress: ProgressDisplay) -> RequestResult:

@@ -1,8 +1,8 @@
 """The text side of `LLM` and `AsyncLLM`: prompts and conversations as token ids, and the model's defaults.
 
-Both make a `PromptPreparer` from the `LaunchPlan`; no engine has to run for it. Prompts come from the
-program's author: special tokens in them mean themselves, except in messages, where only those that the
-template writes do.
+`LLM` and `AsyncLLM` make a `PromptPreparer` of the `LaunchPlan`, before an engine runs. Prompts come from the
+program's author, so the text of a special token in a prompt becomes that token. In the messages of a
+conversation it is ordinary text; only special tokens that the chat template writes become tokens.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class PromptPreparer:
 
     Attributes:
         default_sampling: the sampling that the checkpoint asks for.
-        vector: the form of the vectors that the model gives.
-        pooling: token states that a vector is made of, where a request does not say.
+        vector: the lengths of vectors that the model can give.
+        pooling: token states that a vector is made of, if a request does not say it.
         grammar_model: the vocabulary by which grammars are proved (`grammar.proving`).
     """
 
@@ -83,9 +83,14 @@ class PromptPreparer:
     def sampling_for(
         self, given: SamplingParams | None, limits: RequestLimits, num_prompt_tokens: int
     ) -> SamplingParams:
-        """Return the caller's sampling, bad words as ids, or the model's defaults as far as they fit.
+        """Return the sampling of a request.
 
-        Raises `InvalidRequestError` naming a field of the caller's that is out of range.
+        Args:
+            given: the caller's parameters, whose bad words become token ids. None: the model's defaults, with
+                no more tokens than fit behind the prompt.
+
+        Raises:
+            InvalidRequestError: a parameter of the caller is out of range; the error names it.
         """
         if given is None:
             return limits.shortened(normalised_sampling(self.default_sampling), num_prompt_tokens)
@@ -95,7 +100,7 @@ class PromptPreparer:
 
     @classmethod
     def of(cls, plan: LaunchPlan, model: ModelConfig) -> PromptPreparer:
-        """Return the preparer of this model. Raises `ModelConfigError` when one of its files is bad."""
+        """Return the preparer of a model. Raises `ModelConfigError` if a file of the model is bad."""
         directory = Path(plan.model_path)
         tokenizer = load_tokenizer(directory)
         return cls(
@@ -174,7 +179,7 @@ class PromptPreparer:
 
 @contextlib.contextmanager
 def at_place(field: str) -> Iterator[None]:
-    """Let a refusal name the request that it is about by its `field`, such as `prompts[3]`."""
+    """Put the place of a request among the arguments, such as `prompts[3]`, into errors that refuse it."""
     try:
         yield
     except InvalidRequestError as error:
@@ -231,10 +236,11 @@ def normalised_sampling(sampling: SamplingParams) -> SamplingParams:
 
 
 def raw_pooling(given: G | None, pooling: Pooling | None) -> G | PoolingParams:
-    """Return the parameters of `encode`: the caller's, or those of a vector whose length is not changed.
+    """Return the parameters of `encode`: the caller's, or parameters that do not divide by the length.
 
     Args:
-        pooling: in place of `given`.
+        given: the caller's parameters; None if there are none.
+        pooling: the token states to pool, if `given` is None.
     """
     if given is None:
         return PoolingParams(pooling=pooling, normalize=False)
@@ -254,7 +260,7 @@ def normalised_pooling(params: PoolingParams) -> PoolingParams:
 
 
 def token_id(value: Any) -> int:
-    """Return an integer of any library as Python's own."""
+    """Return an integer of any library as an `int`. Raises `InvalidRequestError` for anything else."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     try:

@@ -1,4 +1,4 @@
-"""A client of the core and the supervisor that stands behind it, as `LLM` and `AsyncLLM` use both."""
+"""A running engine as `LLM` and `AsyncLLM` use it: a client of the core, and the engine's supervisor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.llm.supervisor_process import START_TIMEOUT_S, SupervisorProcess
 
 
 def engine_info(config: EngineConfig, plan: LaunchPlan, text: PromptPreparer) -> EngineInfo:
-    """Return the facts that a client must know of the engine beforehand."""
+    """Return the facts about an engine that its client must know before it connects."""
     return EngineInfo(
         max_model_len=plan.core.max_model_len,
         vocab_size=plan.core.vocab_size,
@@ -28,10 +28,13 @@ def engine_info(config: EngineConfig, plan: LaunchPlan, text: PromptPreparer) ->
 
 
 class SupervisedEngine:
-    """An engine that runs, on the event loop that opened it. Its supervisor belongs to the caller of `open`.
+    """An engine that runs. It is used on the event loop on which it was opened.
+
+    The supervisor belongs to the caller of `open`, which must end it.
 
     Attributes:
-        client: of the core. Its streams end with the first cause when the supervisor gives up.
+        client: the client of the core. When the supervisor has ended, the client's streams end with the first
+            cause.
     """
 
     def __init__(self, supervisor: SupervisorProcess, client: AsyncEngine) -> None:
@@ -48,7 +51,7 @@ class SupervisedEngine:
         """Connect to the core at this address, and return when it is ready.
 
         Raises:
-            PenstockError: the engine did not answer, or is lost; the first cause.
+            PenstockError: the engine did not answer, or is lost.
         """
         engine = cls(supervisor, AsyncEngine(address, text.tokenizer, info))
         try:
@@ -59,18 +62,18 @@ class SupervisedEngine:
         return engine
 
     def require_alive(self) -> None:
-        """Raise the first cause once the engine is lost for good."""
+        """Raise the first cause if the engine is lost for good: its supervisor has ended."""
         if self._failure is not None:
             raise self._failure.with_traceback(None)
 
     def leave(self) -> None:
-        """Leave core and supervisor; streams that are open end with an error."""
+        """Close the client, and stop listening to the supervisor. Open streams end with an error."""
         if self._failure is None:
             self._loop.remove_reader(self._supervisor.fileno())
         self.client.close()
 
     def _hear(self) -> None:
-        """Pass on the supervisor's news. Once it has ended, no other core is started."""
+        """Report what the supervisor says. If it has ended, end the streams: no other core will come."""
         self._supervisor.pass_on_news()
         if self._supervisor.has_ended:
             self._loop.remove_reader(self._supervisor.fileno())

@@ -18,7 +18,7 @@ from penstock.errors import PenstockError, StageLostError, WaitTimeoutError, err
 from penstock.process import entry_points
 from penstock.process.readiness import await_readable
 
-START_TIMEOUT_S = 3600.0  # without a word; a slow disk may take long
+START_TIMEOUT_S = 3600.0  # the longest silence while the engine starts; a slow disk may take long
 CAUSE_TIMEOUT_S = 2.0
 END_TIMEOUT_S = 10.0
 
@@ -28,7 +28,7 @@ _events: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 class SupervisorProcess:
     """A supervisor that this process has started. It ends when the config pipe, its lifeline, is closed.
 
-    Any thread may `end` it, also while another one waits for what it says.
+    Any thread may call `end`, also while another thread waits for the supervisor's next event.
     """
 
     def __init__(self, config: EngineConfig, reporter: Reporter) -> None:
@@ -50,15 +50,16 @@ class SupervisorProcess:
             os.close(config_read)
             os.close(status_write)
         message = CallerConfig(engine=config, caller_pid=os.getpid())
-        # However little the pipe takes at once. That the child has ended already shows when it is heard.
+        # A file object writes all, however little the pipe takes at once. A child that has ended already is
+        # noticed when its status pipe is read.
         with contextlib.suppress(BrokenPipeError), os.fdopen(os.dup(self._lifeline), "wb") as pipe:
             pipe.write(msgspec.json.encode(message) + b"\n")
         self._partial = b""
         self._failed: EngineFailed | None = None
-        self.has_ended = False  # it will say nothing more
+        self.has_ended = False  # the supervisor will say nothing more
 
     def wait_until_ready(self) -> str:
-        """Return the address of the core. Raises the first cause when the engine cannot be started."""
+        """Return the core's address once the engine is ready. Raises the first cause if it cannot start."""
         while not self.has_ended:
             for event in self._hear(time.monotonic() + START_TIMEOUT_S):
                 if isinstance(event, EngineFailed):
@@ -69,17 +70,17 @@ class SupervisorProcess:
         raise StageLostError(f"the supervisor ended with code {code} before the engine was ready.")
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when the supervisor has something to say, or has ended."""
+        """Return the descriptor that is readable when an event has come, or the supervisor has ended."""
         return self._status_fd
 
     def pass_on_news(self) -> None:
-        """Report what the supervisor has said since it was ready, without waiting."""
+        """Report the events that the supervisor has sent since the last call, without waiting for more."""
         with contextlib.suppress(WaitTimeoutError):
             while not self.has_ended:
                 self._hear(time.monotonic())
 
     def first_cause(self, error: PenstockError, timeout_s: float = CAUSE_TIMEOUT_S) -> PenstockError:
-        """Return the cause of a loss as the supervisor gives it, or `error` if it gives none in this time."""
+        """Return the cause of a loss that the supervisor reports, or `error` if it reports none in time."""
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(WaitTimeoutError):
             while self._failed is None and not self.has_ended:
@@ -87,7 +88,10 @@ class SupervisorProcess:
         return error if self._failed is None else _error_of(self._failed)
 
     def _hear(self, deadline: float) -> list[Event]:
-        """Report and return the next events; none means the end. Raises as `_read_events` does."""
+        """Report and return the next events; an empty list means that the supervisor has ended.
+
+        Raises what `_read_events` does.
+        """
         with self._hearing:
             events = [] if self.has_ended else self._read_events(deadline)
             self.has_ended = not events
@@ -108,8 +112,9 @@ class SupervisorProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()  # its children die with it
             self._process.wait()
-        # Only now, when its end has woken whichever thread waits there: the number of a descriptor that is
-        # closed under that thread may go to another file, of which the thread would then read.
+        # The pipe is closed only now: the end of the process has woken any thread that waits for the pipe. If
+        # the pipe were closed under such a thread, another file might get its number, and the thread would
+        # read that file.
         with self._hearing:
             self.has_ended = True
             os.close(self._status_fd)
@@ -130,7 +135,7 @@ class SupervisorProcess:
 
 
 def _error_of(event: EngineFailed) -> PenstockError:
-    """Return the error, with the trace of the process where it happened as a note."""
+    """Return the error of the event, with the stack trace of the process that failed as a note."""
     error = error_from_info(event.error)
     if event.trace:
         error.add_note(event.trace)
