@@ -1,4 +1,4 @@
-"""Settings that users of other engines know and that Penstock refuses by name [I2] [I3] [I5].
+"""The settings that users of other engines know and that Penstock refuses by name [I2] [I3] [I5].
 
 `llm` looks here for each unknown argument, and `cli.program` for each flag.
 """

@@ -1,6 +1,6 @@
 """GGUF files by their names: which are parts of one model, which quantisation they have, which one is meant.
 
-Used for files on disk and for those of a repository on the hub; looks at names alone and opens nothing.
+The names are those of files on disk, or of files in a repository on the hub. No file is opened.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock.gguf.part_names import PART_STEM, SUFFIX
 _QUANTISATION = re.compile(
     r"(?:^|[-._])(?P<label>(?:UD-)?(?:I?Q\d|TQ\d|BF16|FP?16|FP?32|MXFP4)(?:_\w+)?)$", re.IGNORECASE
 )
-_BESIDE_A_MODEL = ("mmproj", "imatrix")  # projectors of pictures, and what quantisers have measured
+_BESIDE_A_MODEL = ("mmproj", "imatrix")  # projectors for pictures, and measurements for quantisers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class GgufModel:
 
     Attributes:
         parts: paths with slashes, below the repository or folder that holds them; at least one.
-        num_missing: parts that the names speak of and that are not there.
+        num_missing: number of parts that the split has, by the names of the others, and that are not there.
     """
 
     parts: tuple[str, ...]
@@ -43,12 +43,15 @@ class GgufModel:
 
     @property
     def quantisation(self) -> str:
-        """The quantisation that the name ends with, in capitals; "" where it names none."""
+        """The quantisation that the name ends with, in capitals; "" if it ends with none."""
         found = _QUANTISATION.search(self.stem)
         return found["label"].upper() if found else ""
 
     def is_meant_by(self, asked: str) -> bool:
-        """Return whether a user means this model by a quantisation, a file's name or its path."""
+        """Return whether a word is the quantisation, the stem, or the name or path of a file of this model.
+
+        Capitals do not count, nor does `UD-` before the quantisation.
+        """
         word = asked.casefold()
         names = {self.quantisation, self.quantisation.removeprefix("UD-"), self.stem}
         for part in self.parts:
@@ -57,7 +60,7 @@ class GgufModel:
 
 
 def gguf_models(paths: Iterable[str]) -> list[GgufModel]:
-    """Return the models among some files, the parts of a split together, in the order of their names."""
+    """Return the models among some files, in the order of their names. Parts of a split are one model."""
     splits: dict[tuple[str, int], dict[int, str]] = {}
     for path in sorted(paths):
         name = PurePosixPath(path).name
@@ -78,9 +81,10 @@ def gguf_models(paths: Iterable[str]) -> list[GgufModel]:
 
 
 def meant(models: Sequence[GgufModel], asked: str) -> list[GgufModel]:
-    """Return the models that a user may mean; all of them where nothing is asked for.
+    """Return the models that a user may mean by a word; all models if the word is empty.
 
-    One whose quantisation is exactly the word goes before those that only contain it, such as `UD-Q4_K_M`.
+    If the word is exactly the quantisation of some models, only these are returned: `Q4_K_M` then does not
+    mean a model with `UD-Q4_K_M`.
     """
     if not asked:
         return list(models)
@@ -89,7 +93,7 @@ def meant(models: Sequence[GgufModel], asked: str) -> list[GgufModel]:
 
 
 def shortest_name(model: GgufModel, models: Sequence[GgufModel]) -> str:
-    """Return the shortest word that means this model and no other: its quantisation, else its file."""
+    """Return a short word that means this model alone: its quantisation, its file's name, or its path."""
     if model.quantisation and meant(models, model.quantisation) == [model]:
         return model.quantisation
     name = PurePosixPath(model.first).name

@@ -1,8 +1,8 @@
 """The local cache of the hub, in the layout of huggingface_hub: where a model is, and which models there are.
 
-`models--org--name/refs/main` names a commit, `snapshots/<commit>` has links to its files, and `blobs` the
-files by their hashes. Other programs share this folder. Opens no connection and does not import
-huggingface_hub; `hub` downloads.
+In `models--org--name`, the folder of one model, `refs/main` names a commit, `snapshots/<commit>` has a link
+to each file of that commit, and `blobs` has the files themselves, named by their hashes. Other programs share
+the cache. This module opens no connection and does not import huggingface_hub; `hub` downloads.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class CachedRepository:
         return self.directory / "snapshots" / commit
 
     def commit_of(self, revision: str) -> str:
-        """Return the commit that a branch or tag meant when it was downloaded; "" where it was not."""
+        """Return the commit that a branch or tag meant when it was downloaded; "" if it never was."""
         try:
             commit = (self.directory / "refs" / revision).read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError, ValueError):
@@ -64,13 +64,13 @@ class CachedRepository:
         return commit if commit.isalnum() else ""
 
     def main_snapshot(self) -> Path | None:
-        """Return the files of `main`, or None where they are not here."""
+        """Return the folder with the files of the branch `main`, or None if it was not downloaded."""
         commit = self.commit_of(MAIN)
         snapshot = self.snapshot(commit)
         return snapshot if commit and snapshot.is_dir() else None
 
     def snapshots(self) -> list[Path]:
-        """Return the folders of all commits that are here."""
+        """Return the folders with the files of each commit that was downloaded."""
         return _directories(self.directory / "snapshots")
 
     def revisions_of(self, commit: str) -> list[str]:
@@ -80,7 +80,7 @@ class CachedRepository:
         return [name for name in names if self.commit_of(name) == commit]
 
     def incomplete_files(self) -> list[Path]:
-        """Return what interrupted downloads have left."""
+        """Return the files that interrupted downloads have left."""
         return sorted(self.blobs.glob(f"*{INCOMPLETE}"))
 
 
@@ -92,7 +92,7 @@ def cached_repositories() -> Iterator[CachedRepository]:
 
 
 def files_below(directory: Path) -> list[str]:
-    """Return the files below a folder, as paths with slashes; links that lead nowhere are left out."""
+    """Return the paths of all files below a folder, relative to it. Links to missing files are left out."""
     return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
 
 

@@ -1,7 +1,7 @@
-"""The models of this machine, one entry for each that could be served: for `penstock ls`.
+"""The models of this machine as `penstock ls` lists them, incomplete and unusable ones included.
 
-Reads the hub's cache, Ollama's store and LM Studio's folder by names, sizes and times. What kind of model a
-directory or file holds is found out by others.
+Reads the hub's cache, Ollama's store and LM Studio's folder, but of the models only names, sizes and times of
+files. `cli.models.verdicts` finds out whether a model can run.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ class Entry:
     """One model of this machine.
 
     Attributes:
-        name: what `penstock serve` takes for it; for an old revision, the path.
-        revision: of the hub's cache: branches and tags, or the commit where there is none; else "".
-        path: a directory, a GGUF file, or a folder with parts of a download.
-        size: bytes of its files together.
-        last_used: seconds since 1970 when one of its files was last read, as far as the disk notes it.
+        name: the name for `penstock serve`; the path for files of the hub's cache that `main` does not mean.
+        place: where the model was found.
+        revision: branches and tags in the hub's cache that mean these files; "" if there are none.
+        commit: the commit of the files in the hub's cache; "" for other models and for parts of a download.
+        path: a directory, a GGUF file, or the folder of a model with parts of a download.
+        size: bytes of all its files.
+        last_used: when one of its files was last read, in seconds since 1970, if the file system notes that.
     """
 
     name: str
@@ -45,7 +47,7 @@ class Entry:
 
 
 def entries() -> Iterator[Entry | ModelConfigError]:
-    """Yield the models of this machine, and an error for each that is damaged."""
+    """Yield the models of this machine, and an error for each model of Ollama that is damaged."""
     for repository in cached_repositories():
         yield from _of_repository(repository)
     for model in ollama_models():

@@ -1,6 +1,7 @@
 """The models in LM Studio's folder: PUBLISHER/REPOSITORY/FILE.gguf.
 
-Looks at names alone; nothing in the folder is changed.
+Of a model only the names of its files are read. LM Studio's settings say where the folder is. Nothing is
+changed.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ class LmStudioModel:
         return self.directory / self.gguf.first
 
     def is_meant_by(self, name: ModelName) -> bool:
-        """Return whether a user means this model; capitals do not count, nor `-GGUF` at the end.
+        """Return whether a user means this model. Capitals do not count, nor `-GGUF` after the repository.
 
-        `publisher/repository` and `repository` mean all its files, `:Q4_K_M` and the like one of them, and
-        the name of a file that file.
+        `publisher/repository` and `repository` mean all models of the repository. With `:Q4_K_M`, or another
+        word of `GgufModel.is_meant_by`, they mean one of these. The name of a file means its model.
         """
         asked = [part.casefold() for part in name.repository]
         if len(asked) == 1 and not name.file and self.gguf.is_meant_by(asked[0]):
@@ -53,7 +54,7 @@ class LmStudioModel:
 
 
 def lm_studio_directories() -> list[Path]:
-    """Return where LM Studio keeps models: the chosen or its own folder, and that of old versions."""
+    """Return the folders of LM Studio's models: the one that its user chose, or its own; then the old one."""
     home = _home()
     chosen = _chosen_folder(home / "settings.json")
     own = [Path(chosen).expanduser()] if chosen else [home / "models"]
@@ -61,7 +62,7 @@ def lm_studio_directories() -> list[Path]:
 
 
 def lm_studio_models() -> Iterator[LmStudioModel]:
-    """Yield every GGUF model of the folders."""
+    """Yield every GGUF model of LM Studio's folders."""
     for folder in lm_studio_directories():
         for directory in sorted(folder.glob("*/*")):
             if not directory.is_dir():

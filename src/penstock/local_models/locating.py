@@ -1,7 +1,8 @@
 """Finds a model on this machine by its name: in the hub's cache, in Ollama's store, in LM Studio's folder.
 
-`locate_model` is the only way from a name to files; `families.registry` calls it for what is neither a path
-nor `demo`. Opens no connection, and no file but Ollama's manifests and LM Studio's settings.
+`locate_model` is the only way from a name to files; `families.registry` calls it for a text that is neither a
+path nor `demo`. No connection is opened. Only small files are read: references of the hub's cache, Ollama's
+manifests and LM Studio's settings.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from penstock.local_models.ollama import ollama_directories, ollama_model
 
 Place = Literal["hub cache", "Ollama", "LM Studio"]
 
-_SAYS_WHAT_IT_IS = ("config.json", "adapter_config.json")  # the second is refused by name when it is opened
+_SAYS_WHAT_IT_IS = ("config.json", "adapter_config.json")  # the second is refused when it is read
 _MAX_SHOWN = 20  # candidates in one message
 _MAX_TEXT = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocatedModel:
-    """Where a model is.
+    """The place of a model on this machine.
 
     Attributes:
-        path: a directory with `config.json`, or a GGUF file: the first part of a split.
-        name: what means this model and no other.
-        is_gguf: whether `path` is a file in GGUF and not a directory.
+        path: a directory with `config.json`, or a GGUF file; of a split GGUF file, the first part.
+        name: a name that means this model and no other.
+        is_gguf: whether `path` is a GGUF file and not a directory.
     """
 
     path: Path
@@ -44,12 +45,13 @@ class LocatedModel:
 def locate_model(text: str) -> LocatedModel:
     """Return the model that a name means.
 
-    A directory of the hub's cache with `config.json` goes before all; among GGUF files there must be one.
-    One that lacks files counts only where no other is meant.
+    If the name means a directory of the hub's cache with `config.json`, that is the model. Otherwise the name
+    must mean exactly one usable GGUF model of all stores. Incomplete and damaged models are left out of the
+    count; the error is about one of them if no usable model is meant.
 
     Raises:
-        ModelConfigError: no model of this name is here, several are, or files of it are missing. The
-            error's code is `model_absent` where `penstock pull` could help.
+        ModelConfigError: no model of this name is here, or several are, or the model is incomplete or
+            damaged. The error's code is `model_absent` if `penstock pull` could help.
     """
     name = ModelName.parse(text)
     if name is None:
@@ -72,7 +74,7 @@ def _directory_of(name: ModelName) -> LocatedModel | None:
         return None
     files = files_below(snapshot)
     if gguf_models(files) and not any(file.endswith(".safetensors") for file in files):
-        return None  # of a repository of GGUF files, some of which have a config.json beside them
+        return None  # a repository of GGUF files, which may have a config.json too
     return LocatedModel(path=snapshot, name=str(name), place="hub cache", is_gguf=False)
 
 

@@ -1,6 +1,7 @@
 """`ModelName`: what a user types for a model that is not a path, such as `org/name:Q4_K_M` or `qwen3:8b`.
 
-Read by `local_models.locating`, `hub` and the command line. Decides nothing about where the model is.
+The name does not say in which store the model is: `local_models.locating` looks into all of them. `hub`,
+`local_models.removal` and the command line use the name too.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class ModelName:
 
     Attributes:
         repository: the parts between slashes: `("org", "name")` on the hub, `("qwen3",)` in Ollama's store.
-        file: what follows the colon: a file of the repository, a quantisation such as `Q4_K_M`, or Ollama's
-            tag; "" where there is no colon.
+        file: the text after the colon: a file of the repository, a quantisation such as `Q4_K_M`, or Ollama's
+            tag; "" if there is no colon.
     """
 
     repository: tuple[str, ...]
@@ -31,7 +32,7 @@ class ModelName:
 
     @classmethod
     def parse(cls, text: str) -> ModelName | None:
-        """Return the name that a text spells, or None where it cannot be the name of a model."""
+        """Return the name that a text spells, or None if the text cannot be the name of a model."""
         named, colon, file = text.partition(":")
         repository = tuple(named.split("/"))
         if len(repository) > _MAX_PARTS or not all(map(_is_part, repository)):

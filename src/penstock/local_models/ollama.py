@@ -40,10 +40,10 @@ class OllamaModel:
     """One model and tag of the store.
 
     Attributes:
-        name: as Ollama shows it: `qwen3:8b`.
+        name: name and tag, as Ollama shows them: `qwen3:8b`.
         path: the GGUF file.
-        size: of that file, as the manifest says.
-        beside: the other layers by their kind, such as `template`, `params`, `system` or `projector`.
+        size: bytes of that file, as the manifest says.
+        beside: files of the other layers by their kind, such as `template`, `params` or `projector`.
     """
 
     name: str
@@ -53,17 +53,18 @@ class OllamaModel:
 
 
 def ollama_directories() -> list[Path]:
-    """Return the stores of this machine: `OLLAMA_MODELS`, else the user's own and that of the service."""
+    """Return Ollama's stores: the one of `OLLAMA_MODELS`, else the user's and the system service's."""
     if explicit := os.environ.get("OLLAMA_MODELS"):
         return [Path(explicit).expanduser()]
     return [Path("~/.ollama/models").expanduser(), _OF_THE_SERVICE]
 
 
 def ollama_model(name: ModelName) -> OllamaModel | None:
-    """Return the model that a name means in Ollama's store, or None where no store has it.
+    """Return the model that a name means in Ollama's stores, or None if no store has it.
 
     Raises:
-        ModelConfigError: its manifest cannot be read, or its file is missing.
+        ModelConfigError: the manifest cannot be read, does not name exactly one GGUF file, or that file is
+            missing.
     """
     if len(name.repository) > 3 or "/" in name.file:
         return None
@@ -147,5 +148,5 @@ def _shown_name(parts: tuple[str, ...]) -> str:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # of the service: another user's
+    except OSError:  # the store of the system service belongs to another user
         return False

@@ -1,7 +1,7 @@
 """Removes models from the hub's cache: a whole repository, or one GGUF model of it.
 
-What other programs keep, such as Ollama, is left to them. A model whose files some program has open, or which
-a server of Penstock has on its command line, is not removed. Called by `penstock rm`.
+Models in the stores of other programs, such as Ollama, are not removed. Nor is a model whose files some
+program has open, or which a running `penstock serve` has on its command line. Called by `penstock rm`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _PROCESSES = Path("/proc")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removal:
-    """A removal as it is planned, before the user is asked.
+    """A planned removal, before the user is asked.
 
     Attributes:
-        links: the names of files in snapshots; empty where the whole repository goes.
-        blobs: files that nothing else in the repository needs.
+        links: links to remove from snapshots; empty if the whole repository is removed.
+        blobs: files to remove: those that no other link of the repository leads to.
     """
 
     name: ModelName
@@ -51,14 +51,14 @@ class Removal:
 
 
 def plan_removal(name: ModelName, processes: Path = _PROCESSES) -> Removal:
-    """Return what removing a model means.
+    """Return which files to remove for a model, without removing any.
 
     Args:
-        processes: where the kernel shows what runs.
+        processes: the folder in which Linux shows processes; tests give their own.
 
     Raises:
-        ModelConfigError: the hub's cache does not have it, or `name.file` means no file or several.
-        ModelError: a program uses it.
+        ModelConfigError: the hub's cache does not have the model, or `name.file` means no file or several.
+        ModelError: a program uses the model.
     """
     repository = CachedRepository.of(name)
     if not name.is_of_hub or not repository.directory.is_dir():
@@ -80,7 +80,7 @@ def _of_repository(name: ModelName, repository: CachedRepository) -> Removal:
 
 
 def _is_in_snapshot(path: Path, repository: CachedRepository) -> bool:
-    """Return whether a path is a name of a blob in a snapshot and not a file by itself."""
+    """Return whether a path is a link in a snapshot, which takes no room, and not a file."""
     return path.is_symlink() and (repository.directory / "snapshots") in path.parents
 
 
@@ -119,7 +119,7 @@ def _not_in_cache(name: ModelName) -> ModelConfigError:
 
 
 def _users(removal: Removal, processes: Path) -> Iterator[str]:
-    """Yield what uses the files, as far as the kernel shows it to us: for the most part, our own programs."""
+    """Yield the programs that use the files. Linux shows open files of this user's programs alone."""
     blobs = {str(blob.resolve()) for blob in removal.blobs}
     names, folder = {str(removal.name), removal.name.path}, str(removal.repository.directory)
     for process in sorted(processes.glob("[0-9]*")):
@@ -139,7 +139,7 @@ def _command_line(process: Path) -> list[str]:
 
 
 def _open_files(process: Path) -> Iterator[str]:
-    """Yield the files that a process has open or in its memory."""
+    """Yield the files that a process has open or has mapped into its memory."""
     for kind in ("fd", "map_files"):
         try:
             links = list((process / kind).iterdir())
