@@ -1,9 +1,9 @@
-"""Requests to the hub: which files a repository has, and the bytes of one from some position on.
+"""Requests to the hub: which files a repository has, and the bytes of one file from some position on.
 
-The only module that imports huggingface_hub, when a client is opened and not before: its session has the
-user's proxies, certificates and `HF_HUB_OFFLINE`, and it finds the token that `hf auth login` has kept.
-Requests are written here, so that nothing is asked but what is named in this file. What goes wrong becomes an
-error of ours with a remedy. Knows no cache.
+This is the only module that imports huggingface_hub, and it does so only when a client is opened. The
+library's session obeys the user's proxies, certificates and `HF_HUB_OFFLINE`, and the library finds the token
+that `hf auth login` has kept. This module writes the requests itself, so that the hub is asked nothing else.
+Faults become errors of ours with a remedy. The module does not touch the cache (`hub.transfer`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from penstock.errors import (
 from penstock.hub.repository import HubFile, HubRepository, repository_of
 
 PUBLIC_HUB = "https://huggingface.co"
-TIMEOUT_S = 20.0  # for a connection, and between two pieces of an answer
+TIMEOUT_S = 20.0  # most time to connect, and between two pieces of an answer
 _MAX_INFO_BYTES = 64 << 20
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _TOKEN_REMEDY = "set HF_TOKEN, name a file with --token-file, or run `hf auth login`"
 
 
 class TransferCutError(Exception):
-    """A transfer ended too early, or could not begin; it may be tried again from where it stands."""
+    """A transfer ended too early, or could not begin; it may be tried again from the byte that is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +43,9 @@ class HubAddress:
 
     Attributes:
         endpoint: base address of the hub or of a mirror, without a slash at its end.
-        token: token of an account; None takes the one that huggingface_hub finds, if any. That one goes to
-            the public hub and to the one of HF_ENDPOINT alone, and no token goes over plain HTTP to another
-            host.
-        timeout_s: for a connection, and between two pieces of an answer.
+        token: token of an account. None takes the token that huggingface_hub finds, if any, but only for the
+            public hub and the hub of HF_ENDPOINT. No token is sent over plain HTTP to another host.
+        timeout_s: most seconds to connect, and between two pieces of an answer.
     """
 
     endpoint: str = PUBLIC_HUB
@@ -70,15 +69,15 @@ class HubAddress:
 
     @property
     def is_private(self) -> bool:
-        """Whether what is sent cannot be read on the way."""
+        """Whether what is sent cannot be read on the way: HTTPS is used, or the hub is on this host."""
         parts = urlsplit(self.endpoint)
         return parts.scheme == "https" or parts.hostname in _LOOPBACK
 
 
 class HubClient:
-    """One user of the hub; a context manager, which closes the connections.
+    """A session with the hub, as a context manager that closes the connections.
 
-    Raises (every method): `HubError`, one of its kinds.
+    Every method raises a kind of `HubError` if the hub refuses or cannot be reached.
     """
 
     def __init__(self, address: HubAddress) -> None:
@@ -111,10 +110,14 @@ class HubClient:
     def content(
         self, name: str, commit: str, file: HubFile, begin: int
     ) -> Iterator[tuple[int, Iterator[bytes]]]:
-        """Open the bytes of a file from `begin` on, or from 0 where the server cannot; yield that, and them.
+        """Open a file on the hub; yield the position of the first byte that comes, and the bytes in pieces.
+
+        Args:
+            begin: position of the first byte that is wanted. A server that cannot begin there sends the whole
+                file, and the position that is yielded is 0.
 
         Raises:
-            TransferCutError: it could not begin, or has ended too early.
+            TransferCutError: the transfer could not begin, or has ended too early.
         """
         url = f"{self._address.endpoint}/{name}/resolve/{commit}/{quote(file.path)}"
         headers = {"accept-encoding": "identity"}
@@ -123,8 +126,8 @@ class HubClient:
         with self._answering(name, commit, file.path):
             try:
                 with self._stream(url, headers) as response:
-                    # With a size for its pieces, the library would hold back what does not fill one, and drop
-                    # it where the connection ends.
+                    # Without a size of pieces. With one, the library holds back bytes until they fill a
+                    # piece, and drops them if the connection ends before.
                     yield _first_byte(response, begin), response.iter_bytes()
             except Exception as error:
                 if _is_of_transport(error) and not _is_offline(error):
@@ -179,7 +182,7 @@ def _bounded(chunks: Iterator[bytes], url: str) -> Iterator[bytes]:
 
 
 def _first_byte(response: Any, begin: int) -> int:
-    """Return where the bytes of an answer begin: a server need not know ranges."""
+    """Return the position of an answer's first byte: 0 from a server that does not support ranges."""
     if response.status_code != 206:
         return 0
     stated = str(response.headers.get("content-range", "")).removeprefix("bytes ").partition("-")[0]
@@ -189,7 +192,7 @@ def _first_byte(response: Any, begin: int) -> int:
 
 
 def _translated(error: Exception, endpoint: str, name: str, revision: str, file: str) -> HubError | None:
-    """Return the error that an error of the library stands for, or None where it is not about the hub."""
+    """Return our error for an error of the library, or None if that is not about the hub."""
     from huggingface_hub import errors
 
     if _is_offline(error):
@@ -209,7 +212,7 @@ def _translated(error: Exception, endpoint: str, name: str, revision: str, file:
 
 
 def _refused(error: Any, endpoint: str, name: str, revision: str, file: str) -> HubError:
-    """Return what an answer of the hub that is not a success means."""
+    """Return our error for an answer of the hub that is not a success."""
     from huggingface_hub import errors
 
     status = error.response.status_code
@@ -257,7 +260,7 @@ def _is_offline(error: Exception) -> bool:
 
 
 def _is_of_transport(error: Exception) -> bool:
-    """Whether no answer came, or not all of it: an error of the library of HTTP below huggingface_hub."""
+    """Return whether no answer came, or not all of it: an error of the HTTP library below huggingface_hub."""
     from huggingface_hub.errors import HfHubHTTPError
 
     base = HfHubHTTPError.__mro__[

@@ -1,7 +1,7 @@
 """The download behind `penstock pull`, without its output: from a model's name to a complete snapshot.
 
-The files of a snapshot appear, and the branch moves, when all of them are here: a pull that is interrupted
-leaves nothing that looks like a model. Called by the command line alone.
+Files appear in the snapshot, and the branch comes to mean it, only when all files are here. An interrupted
+pull therefore leaves nothing that looks like a model. Called by the command line alone.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ class Pulled:
     """A model that is in the cache now.
 
     Attributes:
-        path: the snapshot, or the GGUF file in it: the first part of a split.
-        size: bytes of its files together.
-        downloaded: bytes of it that came over the network.
+        revision: the branch, tag or commit that was asked for.
+        path: the snapshot, or the GGUF file in it; of a split GGUF file, the first part.
+        size: bytes of all its files.
+        downloaded: bytes that were not in the cache before.
     """
 
     name: ModelName
@@ -57,7 +58,7 @@ class Pulled:
 
 
 def free_bytes_at(path: Path) -> int:
-    """Return how many bytes may still be written at a path, which need not exist."""
+    """Return the free bytes of the disk at a path, which need not exist."""
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
@@ -68,9 +69,9 @@ class Puller:
     """Pulls models from one hub.
 
     Attributes:
-        progress: hears of each file.
+        progress: is told how the transfer of each file goes.
         free_bytes: returns the free bytes of the disk that a path is on.
-        pause: waits that many seconds before a transfer that was cut is tried again.
+        pause: waits so many seconds, before a transfer that was cut is tried again.
     """
 
     client: HubClient
@@ -83,9 +84,9 @@ class Puller:
         """Download what Penstock can use of a model, unless it is here.
 
         Raises:
-            UsageError: the revision cannot be one.
-            HubError: the hub does not give it, or not what it has announced.
-            DiskSpaceError: it does not fit.
+            UsageError: the revision cannot be the name of a branch, tag or commit.
+            HubError: the hub does not give the model, or sends other bytes than it has announced.
+            DiskSpaceError: the files do not fit on the disk, or cannot be written.
         """
         require_revision(revision)
         repository = self.client.repository(name.path, revision)
@@ -111,7 +112,7 @@ class Puller:
     def _fetch_files(
         self, source: Source, repository: HubRepository, name: ModelName
     ) -> tuple[list[HubFile], int]:
-        """Return the files that are wanted and here, and how many bytes came over the network."""
+        """Fetch the files that are wanted; return them, and how many bytes were not in the cache before."""
         if name.file:
             size_of = {file.path: file.size for file in repository.files}
             files = chosen_gguf(repository, name, size_of)
@@ -155,7 +156,7 @@ def pull(name: ModelName, address: HubAddress, progress: Progress, revision: str
 
 
 def _shards(cache: CachedRepository, describing: Sequence[HubFile]) -> set[str]:
-    """Return the names of the files that hold the weights, by the index; none where there is no index."""
+    """Return the names of the files with the weights, as the index lists them; none if there is no index."""
     index = next((file for file in describing if file.path == INDEX_FILE), None)
     if index is None:
         return set()
@@ -170,7 +171,7 @@ def _shards(cache: CachedRepository, describing: Sequence[HubFile]) -> set[str]:
 
 
 def _link_snapshot(cache: CachedRepository, commit: str, files: Sequence[HubFile]) -> None:
-    """Give the files of a commit their names, as relative links to what the cache has."""
+    """Make the snapshot of a commit: a relative link to the blob of each file, under the file's name."""
     for file in files:
         link = cache.snapshot(commit) / file.path
         link.parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +182,7 @@ def _link_snapshot(cache: CachedRepository, commit: str, files: Sequence[HubFile
 
 
 def _write_reference(cache: CachedRepository, revision: str, commit: str) -> None:
-    """Let a branch or tag mean a commit; in one step, since other programs read it."""
+    """Let a branch or tag mean a commit. Its file is replaced in one step, since other programs read it."""
     reference = cache.directory / "refs" / revision
     reference.parent.mkdir(parents=True, exist_ok=True)
     if cache.commit_of(revision) == commit:

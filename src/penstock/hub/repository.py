@@ -1,7 +1,7 @@
 """The content of a repository on the hub, as values: files with sizes and hashes.
 
-Made by `hub.client` of what a server has sent, and therefore checked here: a path of a file leads nowhere
-else, and a hash, which becomes the name of a file, is a hash.
+`hub.client` gets the values from a server, so they are checked here. No path of a file leads out of the
+repository, and a hash, which becomes the name of a file in the cache, has the form of a hash.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class HubFile:
     """One file of a repository at one commit.
 
     Attributes:
-        path: in the repository, with slashes.
-        blob: its hash, by which caches name it: SHA-256 of its bytes for a large file, else Git's SHA-1.
+        path: path in the repository, with slashes.
+        blob: hash that names the file in caches: SHA-256 of the bytes of a large file, else Git's SHA-1.
     """
 
     path: str
@@ -36,7 +36,7 @@ class HubFile:
 
     @property
     def is_large(self) -> bool:
-        """Whether the hash is SHA-256 of the bytes alone."""
+        """Whether the file counts as large: its hash is SHA-256, and not Git's SHA-1."""
         return len(self.blob) == 64
 
 
@@ -69,10 +69,11 @@ def repository_of(answer: bytes, asked: str) -> HubRepository:
     """Return what the hub has answered about a repository.
 
     Args:
-        asked: the address, for errors.
+        answer: the answer's body, JSON.
+        asked: the address that was asked, for errors.
 
     Raises:
-        HubContentError: it is not what a hub answers, or has a path or hash that cannot be right.
+        HubContentError: a hub does not answer so, or a path or hash cannot be right.
     """
     try:
         info = msgspec.json.decode(answer, type=_ModelInfo)

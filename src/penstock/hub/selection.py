@@ -1,6 +1,6 @@
 """The files of a repository that Penstock can use: safetensors and their description, or one model as GGUF.
 
-Chooses by names alone. Nothing that runs code is ever chosen: no pickles (`.bin`, `.pt`), no Python.
+Chooses by names alone. A file that could run code is never chosen: no pickle (`.bin`, `.pt`), no Python.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def chosen_gguf(repository: HubRepository, name: ModelName, size_of: Mapping[str
     """Return the files of the GGUF model that `name.file` means: one, or all parts of a split.
 
     Args:
-        size_of: of every file, for what is listed.
+        size_of: bytes of every file of the repository, by path.
 
     Raises:
-        HubMissingError: none is meant, several are, or a part is missing.
+        HubMissingError: no model is meant, several are, or a part of the model is missing.
     """
     models = gguf_models(size_of)
     fitting = meant(models, name.file)
@@ -63,10 +63,10 @@ def chosen_gguf(repository: HubRepository, name: ModelName, size_of: Mapping[str
 
 
 def describing_files(repository: HubRepository, name: ModelName) -> list[HubFile]:
-    """Return what a model of safetensors needs beside its weights, the index of shards included.
+    """Return the files that a model in safetensors needs beside its weights, the index of shards included.
 
     Raises:
-        HubMissingError: the repository does not hold such a model; says what it holds.
+        HubMissingError: the repository has no such model; the error says what it has.
     """
     paths = {file.path for file in repository.files}
     if SINGLE_FILE not in paths and INDEX_FILE not in paths:
@@ -88,10 +88,10 @@ def weight_files(repository: HubRepository, name: ModelName, named: Iterable[str
     """Return the files with the weights.
 
     Args:
-        named: by the index of shards; empty where the model has a single file.
+        named: the files that the index of shards names; none if the model has a single file.
 
     Raises:
-        HubMissingError: a shard that the index names is not there.
+        HubMissingError: a file that the index names is not in the repository.
     """
     wanted = set(named) or {SINGLE_FILE}
     by_path = {file.path: file for file in repository.files}

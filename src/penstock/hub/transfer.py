@@ -1,8 +1,8 @@
 """Brings one file of the hub into the cache: from where an earlier transfer stopped, and checked by its hash.
 
-What has come lies in `blobs/<hash>.incomplete`. It becomes `blobs/<hash>` when it is whole and has the hash
-that the hub has announced; bytes with another hash are removed. Programs that download the same file into the
-same cache exclude each other by a lock. Called by `hub.pulling`.
+The bytes that have come are in `blobs/<hash>.incomplete`. The file is renamed to `blobs/<hash>` when it is
+whole and has the hash that the hub has announced; with another hash it is removed. A lock keeps two programs
+from downloading the same file into the same cache at once. Called by `hub.pulling`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _READ_BYTES = 1 << 20
 
 
 class Progress(Protocol):
-    """Hears how a transfer goes."""
+    """Hears how a transfer goes, to show it to the user."""
 
     def begin(self, file: HubFile, num_bytes: int) -> None:
         """Begin a transfer of which so many bytes are here already."""
 
     def advance(self, num_bytes: int) -> None:
-        """Add so many bytes that are here now; less than 0 where a server has begun again."""
+        """Add bytes that are here now; below 0: bytes that are dropped, since the transfer begins again."""
 
     def end(self) -> None:
         """End the transfer: the file is here and checked."""
@@ -41,11 +41,13 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The hub and the cache between which the files of one pull go.
+    """The place on the hub that the files of one pull come from, and the cache that they go to.
 
     Attributes:
         name: name of the model on the hub.
-        pause: waits that many seconds before a transfer that was cut is tried again.
+        commit: the commit whose files are wanted.
+        cache: the model's folder in the cache.
+        pause: waits so many seconds, before a transfer that was cut is tried again.
     """
 
     client: HubClient
@@ -56,7 +58,7 @@ class Source:
 
 
 def bytes_here(cache: CachedRepository, file: HubFile) -> int:
-    """Return how many bytes of a file need not come any more."""
+    """Return how many bytes of a file are in the cache, so that they need not come again."""
     if is_here(cache, file):
         return file.size
     try:
@@ -77,10 +79,11 @@ def transfer(source: Source, file: HubFile, progress: Progress) -> None:
     """Bring a file into the cache, unless it is there.
 
     Raises:
-        HubContentError: its size or hash is not what the hub has announced; what came is removed.
-        HubUnreachableError: no byte came in several attempts; what came before stays for the next time.
-        HubError: the hub does not give the file, or another program is fetching it.
-        DiskSpaceError: the disk is full.
+        HubContentError: its size or hash is not what the hub has announced; its bytes are removed.
+        HubUnreachableError: no byte came in `MAX_FRUITLESS` attempts in a row; bytes that came before stay
+            for the next transfer.
+        HubError: the hub does not give the file, or another program is downloading it.
+        DiskSpaceError: the file cannot be written: the disk is full, or another error of the disk.
     """
     with _locked(source.cache, file):
         if is_here(source.cache, file):
@@ -100,7 +103,7 @@ def transfer(source: Source, file: HubFile, progress: Progress) -> None:
 
 
 class _Transfer:
-    """One file on its way. The hash grows with what is written, so that nothing is read twice."""
+    """One file on its way. The hash is updated with each piece, so that no byte is read again at the end."""
 
     def __init__(self, source: Source, file: HubFile, target: BinaryIO, progress: Progress) -> None:
         self._source = source
@@ -126,7 +129,7 @@ class _Transfer:
         self._check()
 
     def _take_up(self) -> None:
-        """Hash what an earlier transfer has left; more than the file has can only be wrong."""
+        """Hash the bytes that an earlier transfer has left. If they are more than the file has, drop them."""
         self._target.seek(0)
         for chunk in iter(lambda: self._target.read(_READ_BYTES), b""):
             self._hash.update(chunk)
@@ -166,7 +169,7 @@ class _Transfer:
 
 
 def _new_hash(file: HubFile) -> hashlib._Hash:
-    """Return SHA-256 for the bytes, or SHA-1 as Git has it: over a header with the size, and the bytes."""
+    """Return a hash to update with the file's bytes: SHA-256, or SHA-1 that begins with Git's header."""
     if file.is_large:
         return hashlib.sha256()
     return hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
@@ -178,7 +181,7 @@ def _partial(cache: CachedRepository, file: HubFile) -> Path:
 
 @contextmanager
 def _locked(cache: CachedRepository, file: HubFile) -> Iterator[None]:
-    """Hold the lock that huggingface_hub takes as well."""
+    """Hold the lock on a file, which huggingface_hub takes too. Raises `HubError` if it is taken."""
     cache.lock_directory.mkdir(parents=True, exist_ok=True)
     with (cache.lock_directory / f"{file.blob}.lock").open("wb") as lock:
         try:
