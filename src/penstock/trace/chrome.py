@@ -4,8 +4,8 @@
               transfer                       |7| --+              |8|
     stage 1   compute   |forward 6 ...|sample|     +->|forward 7 ...|sample|
 
-Works on `batch.StageSpans` of any time; `server.routes.debug` serves it, `penstock trace` saves and prints
-it.
+Both are made of reports of the stages (`batch.StageSpans`). `server.routes.debug` serves them, and `penstock
+trace` saves the one and prints the other. `penstock simulate` writes a trace of simulated stages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StageTrack(NamedTuple):
 
     @property
     def pid(self) -> int:
-        """The number of the stage as a process of the trace; of the only replica, its own number."""
+        """The number by which the trace knows the stage as a process; in replica 0 the stage's own number."""
         return self.replica * _MAX_STAGES + self.number
 
     @property
@@ -50,11 +50,14 @@ class Span(NamedTuple):
 
 
 def spans_of(reports: Sequence[StageSpans]) -> Iterator[Span]:
-    """Yield all spans, by stage and time.
+    """Yield all spans, report by report.
 
-    Spans between a step's end and the next one's begin count to the step before. Reports of stages on other
-    hosts are shifted to the head's clock. What is known of that clock grows more exact from report to report:
-    where one would begin before the end of the one before it, it is cut there.
+    A span between the end of a step and the begin of the next one counts to the step before. The times of
+    stages on other hosts are shifted to the head's clock. The estimate of the shift changes from report to
+    report. If a report would therefore begin before the end of the one before it, its first spans are cut.
+
+    Args:
+        reports: those of one stage must be in the order of their times.
     """
     newest: dict[StageTrack, tuple[int, int]] = {}
     ended_ns: dict[StageTrack, int] = {}
@@ -80,7 +83,7 @@ def trace_events(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
     """Yield the events of a trace one by one, since it may be long.
 
     Args:
-        spans: can be gone through several times.
+        spans: an iterable that can be gone through several times, since this does so.
     """
     stages = sorted({span.stage for span in spans})
     texts = _texts(stages)
@@ -91,10 +94,10 @@ def trace_events(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
 
 
 def bubble_report(reports: Sequence[StageSpans]) -> list[str]:
-    """Return a line per stage about its time.
+    """Return a line about the time of each stage.
 
-    It says how much of the time the stage computed, its bubbles by cause, its own overhead, and the steps
-    that it left out because a guess before them was wrong.
+    The line says how much of the time the stage computed, its bubbles by cause, and its overhead. It also
+    says how many steps were void: the stage computed nothing for them, since a guess before them was wrong.
     """
     return bubbles_of(spans_of(reports))
 
@@ -118,14 +121,14 @@ def bubbles_of(spans: Iterable[Span]) -> list[str]:
         text = f"{texts[stage]}: {wall / 1e9:.1f} s, computing {computing:.1%}, bubble {bubble:.1%}"
         text += f" ({causes})" if causes else ""
         text += f", overhead {max(0.0, 1 - computing - bubble):.1%}"
-        whole = list(is_computed[stage].values())[1:-1]  # of the first and the last there may be more
+        whole = list(is_computed[stage].values())[1:-1]  # the first and the last step may not be here in full
         num_void = whole.count(False)
         lines.append(text + (f", {num_void} of {len(whole)} steps void" if num_void else ""))
     return lines
 
 
 def _texts(stages: Collection[StageTrack]) -> dict[StageTrack, str]:
-    """Return the names of the stages; replicas are named where there are several."""
+    """Return the names of the stages; they begin with the replica if any is of another one than 0."""
     if all(stage.replica == 0 for stage in stages):
         return {stage: f"stage {stage.number}" for stage in stages}
     return {stage: f"replica {stage.replica} stage {stage.number}" for stage in stages}
@@ -160,7 +163,7 @@ def _track(phase: Phase) -> int:
 
 
 def _arrows(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
-    """Yield an arrow from a stage's last copy in a step, into the link, to the next stage's first."""
+    """Yield, for each step, an arrow from a stage's last copy (into the link) to the next stage's first."""
     first: dict[tuple[StageTrack, int], Span] = {}
     last: dict[tuple[StageTrack, int], Span] = {}
     for span in spans:

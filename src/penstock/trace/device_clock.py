@@ -4,7 +4,8 @@
     device    |forward ....................|           between the two marks: all of the forward
              mark                         mark
 
-`rank.rank` makes a `DeviceClock` for a GPU, whose marks are CUDA events. Knows no device itself.
+`rank.rank` makes a `DeviceClock` for a GPU, whose marks are CUDA events. This module imports no device
+library.
 """
 
 from __future__ import annotations
@@ -20,29 +21,29 @@ NS_PER_MS = 1e6
 
 
 class DeviceMark(Protocol):
-    """A place in the work of a device, such as a CUDA event that was recorded."""
+    """A mark among the work of a device, such as a CUDA event that was recorded."""
 
     def query(self) -> bool:
-        """Return whether the device has come to it."""
+        """Return whether the device has reached this mark."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until the device has come to it."""
+        """Wait until the device has reached this mark."""
         ...
 
     def elapsed_time(self, end: Self, /) -> float:
-        """Return the milliseconds from this mark to a later one; the device has come to both."""
+        """Return the milliseconds from this mark to a later one. The device must have reached both."""
         ...
 
 
 class DeviceClock(PhaseClock):
     """A phase clock whose busy time is the device's: from the begin to the end of what a busy phase launches.
 
-    Where the ranks of a stage wait for each other on the device, that is part of it. What the device has not
-    finished when busy time is asked for counts later.
+    Time in which the device waits for other ranks of the stage is included. Work that the device has not
+    finished when the busy time is read is counted at a later reading.
 
     Args:
-        mark: puts a mark behind the work that was launched so far.
+        mark: puts a mark behind the work that was launched so far, and returns it.
         wall, keeps_spans: as for `PhaseClock`.
     """
 
@@ -79,7 +80,7 @@ class DeviceClock(PhaseClock):
         return self._busy_ns
 
     def _count_finished(self) -> None:
-        """Count the finished work of the device, in its order, and drop those marks."""
+        """Add the time of work that the device has finished, and drop the marks around that work."""
         while self._unfinished and self._unfinished[0][1].query():
             begin, end = self._unfinished.popleft()
             self._busy_ns += round(begin.elapsed_time(end) * NS_PER_MS)

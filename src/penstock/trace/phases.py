@@ -1,8 +1,8 @@
 """The phases of a stage's time: every instant belongs to one, so that they add up to the wall time.
 
-A rank has one `PhaseClock`; `pipeline.stage`, the ports and the links tell it what begins. What it has
-counted goes to the core about once a second (`batch.StageTimes`). Knows nothing of plans, tensors or
-processes.
+A rank has one `PhaseClock`; `pipeline.stage`, the ports and the links tell it which phase begins. A
+`StageReporter` sends the counted times to the core, about once a second while steps end (`batch.StageTimes`,
+`batch.StageSpans`). This module depends on no plans, tensors or processes.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ def bubble_seconds(phase_ns: Sequence[int]) -> dict[str, float]:
 
 
 class PhaseClock:
-    """Counts the time of one thread by phase.
+    """A clock that counts the time of one thread by phase.
 
-    Busy time is the thread's own CPU time in the phases that compute: a thread that another process has
-    pushed aside is not busy, whatever the wall clock says. On a GPU that would count launches only; a rank
-    there has a `trace.device_clock.DeviceClock`.
+    Busy time is the thread's own CPU time in the phases that compute: while another process has its CPU core,
+    the thread is not busy, though the wall clock runs. With a GPU, CPU time would count only launches. A rank
+    on a GPU therefore has a `trace.device_clock.DeviceClock`.
 
     Args:
-        wall, cpu: nanoseconds; tests give their own.
-        keeps_spans: until `take_spans` takes them.
+        wall, cpu: return the nanoseconds of the wall clock and of the thread's CPU time.
+        keeps_spans: whether each span is kept until `take_spans`, besides the totals.
     """
 
     def __init__(
@@ -75,10 +75,11 @@ class PhaseClock:
         """End the phase that runs, and begin another.
 
         Args:
-            was: the phase to which the time since the last call belongs after all, if not the one that ran.
+            was: the phase to which the time since the last call is counted, if not to the phase that ran. A
+                caller may learn only afterwards why it waited.
 
         Returns:
-            The phase that has ended, so that a nested phase can give way to it again.
+            The phase that has ended. The caller of a nested phase begins it again afterwards.
         """
         now = self._wall()
         before = self._phase
@@ -96,32 +97,32 @@ class PhaseClock:
         return before
 
     def await_device(self) -> None:
-        """Wait for work that was launched and is still being computed, which counts as `FORWARD`.
+        """Wait for work that was launched on a device and is not finished; this time counts as `FORWARD`.
 
-        For callers that would wait for it anyway, in a phase that is not busy. On a CPU there is nothing to
-        wait for: a call that computes returns when it has.
+        Callers would wait for the work anyway, but in a phase that is not busy. On a CPU there is nothing to
+        wait for: calls that compute return when the result is there.
         """
 
     @property
     def num_spans(self) -> int:
-        """The number of spans kept so far; the span that runs will be the next."""
+        """The number of spans that are kept now, which is the index of the span that runs."""
         return len(self._span_ns)
 
     def take_spans(self) -> tuple[int, bytes, list[int]]:
-        """Return when the first kept span began, and phase and nanoseconds of each; forget them."""
+        """Return when the first kept span began, and the phase and nanoseconds of each span; forget them."""
         phases, durations = bytes(self._span_phases), self._span_ns
         self._span_phases, self._span_ns = bytearray(), []
         return self._since - sum(durations), phases, durations
 
     @property
     def last_change_ns(self) -> int:
-        """The time at which the phase that runs has begun."""
+        """The time at which the phase that runs began, by the wall clock."""
         return self._since
 
     def totals(self) -> tuple[int, int, list[int]]:
         """Return wall time since the start, busy time, and time by phase, in nanoseconds, up to now.
 
-        Call it outside the busy phases.
+        Call it outside the busy phases, since busy time is added when such a phase ends.
         """
         self.begin(self._phase)
         return self._since - self._started, self._counted_busy_ns(), list(self._totals)
@@ -150,9 +151,12 @@ class StageReporter:
     """Sends what a rank's clock has counted, about once a second while steps end.
 
     Args:
-        send: takes a report; must not block.
-        exchanged: nanoseconds so far with the ranks that share the stage, and of those waiting for them.
-        tp_rank: of the rank that reports.
+        stage: number of the stage.
+        clock: the rank's clock.
+        send: sends a report; must not block.
+        exchanged: returns the nanoseconds so far of sums and gathers with the other ranks of the stage, and
+            how many of these were spent waiting for them.
+        tp_rank: number of the rank in its stage.
     """
 
     def __init__(

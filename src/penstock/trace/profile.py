@@ -1,9 +1,10 @@
-"""The work of the stages between two steps, collected from their reports and cut at the same step everywhere.
+"""The work of the stages between two steps, collected from reports and cut at the same steps in all stages.
 
     reports   |····n-1|n ·····|·······|···m-1|m ····|
     profile           |n ·················m-1|          from the plan that began it to the one that ended it
 
-Kept small: spans stay as the ranks have sent them until they are written. Used by `server.routes.profiler`.
+To take little memory, spans stay in the form in which ranks have sent them until they are written. Used by
+`server.routes.profiler`.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ class Profile:
     """The reports of the stages between the first and the last step of a profile.
 
     Args:
-        first_steps: the first step of each replica that belongs to it.
+        first_steps: by replica: the first step that belongs to the profile.
     """
 
     def __init__(self, first_steps: Mapping[int, int]) -> None:
         self._first = dict(first_steps)
-        self._end: dict[int, float] = {}  # the first step that does not belong to it any more
+        self._end: dict[int, float] = {}  # by replica: the first step after the profile
         self._reports: dict[tuple[int, int, int], StageSpans] = {}  # by replica, stage and its host's time
         self.num_spans = 0
 
     def add(self, reports: Iterable[StageSpans]) -> None:
-        """Add reports of stages; one that has been added already counts once."""
+        """Add reports of stages. A report that was added before is ignored."""
         for report in reports:
             key = report.replica, report.stage, report.began_ns
             if key not in self._reports:
@@ -43,11 +44,11 @@ class Profile:
                 self.num_spans += len(report.durations_ns)
 
     def end(self, end_steps: Mapping[int, int]) -> None:
-        """End the profile before these steps of the replicas; without, it ends with the last report."""
+        """End the profile before these steps, one for each replica. Others end with their last report."""
         self._end = {replica: float(step) for replica, step in end_steps.items()}
 
     def is_covered(self, num_stages: int) -> bool:
-        """Return whether each stage of the replicas that have an end has reported up to it."""
+        """Return whether each stage has reported the end step of its replica, if the replica has one."""
         newest: dict[tuple[int, int], int] = {}
         for (replica, stage, _), report in self._reports.items():
             last_step = report.steps[-1][1] if report.steps else -1
@@ -70,11 +71,13 @@ class Profile:
 
 
 def encoded_trace(spans: Iterable[Span], about: Mapping[str, Any], max_bytes: int) -> Iterator[bytes]:
-    """Yield a trace as JSON that Perfetto opens, in pieces; events that would make it too long are left out.
+    """Yield a trace as JSON that Perfetto opens, in pieces.
+
+    The trace ends before the first event that would make it longer than `max_bytes`.
 
     Args:
-        spans: can be gone through several times.
-        about: told beside the events, as `otherData`.
+        spans: an iterable that can be gone through several times.
+        about: facts about the trace, which are written beside the events as `otherData`.
     """
     head = b'{"displayTimeUnit":"ms","otherData":' + msgspec.json.encode(about) + b',"traceEvents":['
     num_bytes = len(head) + len(_END)
