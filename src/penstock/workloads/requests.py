@@ -1,7 +1,7 @@
 """The requests of a load run: prompts of random ids, exact output lengths and arrival times.
 
-Made from a seed (`synthetic`) or from a trace (`from_trace`, `workloads.traces`). `penstock bench` sends them
-to a server, `penstock simulate` to a simulated one. Knows nothing of either.
+They are drawn from a seed (`synthetic`), or made from a trace (`from_trace`, `workloads.traces`) with random
+ids. `penstock bench` sends them to a server or an engine, and `penstock simulate` to simulated stages.
 """
 
 from __future__ import annotations
@@ -37,9 +37,16 @@ def synthetic(
     vocab_size: int,
     seed: int,
 ) -> list[BenchRequest]:
-    """Return random prompts at random times; lengths are uniform within `range_ratio` of the given ones.
+    """Return requests with random prompts at random times (`arrival_times`).
 
-    Raises `UsageError` naming the flag that is out of range.
+    Args:
+        input_len: tokens of a prompt.
+        output_len: tokens to generate.
+        range_ratio: largest relative distance of lengths from these two; lengths are drawn uniformly.
+        vocab_size: ids are drawn below this.
+
+    Raises:
+        UsageError: an argument is out of range; the error names its flag.
     """
     _check("--num-prompts", num_prompts, num_prompts >= 1, "at least 1")
     _check("--random-input-len", input_len, input_len >= 1, "at least 1")
@@ -61,7 +68,13 @@ def synthetic(
 def arrival_times(count: int, request_rate: float, burstiness: float, draw: random.Random) -> list[float]:
     """Return arrivals whose gaps follow a gamma distribution of mean 1 / rate and shape `burstiness`.
 
-    Shape 1 is a Poisson process; smaller is burstier. An infinite rate sends everything at once.
+    With shape 1 this is a Poisson process; with a smaller shape requests come in bursts. With an infinite
+    rate all come at once.
+
+    Args:
+        count: number of arrivals.
+        request_rate: requests a second.
+        draw: source of random numbers.
     """
     _check("--request-rate", request_rate, request_rate > 0, "above 0")
     _check("--burstiness", burstiness, 0 < burstiness < math.inf, "above 0")
@@ -77,7 +90,7 @@ def arrival_times(count: int, request_rate: float, burstiness: float, draw: rand
 def at_rate(
     requests: Sequence[BenchRequest], request_rate: float, burstiness: float, seed: int
 ) -> list[BenchRequest]:
-    """Return the same requests at random times of a rate, in place of their own (`arrival_times`)."""
+    """Return the same requests with other times, random ones of this rate (`arrival_times`)."""
     times = arrival_times(len(requests), request_rate, burstiness, random.Random(seed))
     return [replace(request, arrival_s=arrival_s) for request, arrival_s in zip(requests, times, strict=True)]
 
@@ -85,9 +98,10 @@ def at_rate(
 def from_trace(
     rows: Sequence[TraceRow], *, length_scale: float, time_scale: float, vocab_size: int, seed: int
 ) -> list[BenchRequest]:
-    """Return requests shaped like a trace. Prompts that begin with the same blocks begin with the same ids.
+    """Return requests with the lengths and times of a trace, and random ids.
 
-    Lengths are divided by `length_scale`, and are at least 1; arrival times are multiplied by `time_scale`.
+    Prompts that begin with the same blocks of the trace begin with the same ids. Lengths are divided by
+    `length_scale`, and are at least 1. Arrival times are multiplied by `time_scale`.
     """
     _check("--length-scale", length_scale, 0 < length_scale < math.inf, "above 0")
     _check("--time-scale", time_scale, 0 <= time_scale < math.inf, "at least 0")
@@ -116,7 +130,7 @@ def check_fits(requests: Sequence[BenchRequest], max_model_len: int) -> None:
 
 
 def mean_lengths(requests: Sequence[BenchRequest]) -> tuple[int, int]:
-    """Return the tokens of a typical prompt and output, rounded down."""
+    """Return the mean number of tokens of prompts and of outputs, rounded down."""
     prompts = sum(len(request.prompt_token_ids) for request in requests)
     return prompts // len(requests), sum(request.output_len for request in requests) // len(requests)
 
@@ -126,7 +140,7 @@ def _scaled(length: int, scale: float) -> int:
 
 
 def _ids_of_row(row: TraceRow, scale: float, vocab_size: int, seed: int, draw: random.Random) -> list[int]:
-    """Return random ids; where the trace names blocks, a block has the same ids in all prompts."""
+    """Return random ids for a prompt. A block that the trace names has the same ids in all prompts."""
     count = _scaled(row.input_len, scale)
     if not row.blocks:
         return _random_ids(count, vocab_size, draw)

@@ -1,14 +1,14 @@
-"""The readers of traces of requests: files of real loads, each as a list of arrival times and lengths.
+"""The readers of traces of requests: files of recorded loads become lists of arrival times and lengths.
 
 | kind | file | its lines |
 |---|---|---|
 | `azure` | CSV | TIMESTAMP, ContextTokens, GeneratedTokens, as Azure publishes LLM inference traces |
 | `mooncake` | JSONL | timestamp (ms), input_length, output_length, hash_ids (of blocks of 512 tokens) |
-| `sharegpt` | JSON | conversations of `from` and `value`: the first is the prompt, the second the output |
-| `custom` | JSONL | input_len or prompt, output_len, and arrival_s where requests do not come at once |
+| `sharegpt` | JSON | lists of turns with `from` and `value`: first the prompt, then the output |
+| `custom` | JSONL | input_len or prompt, output_len, and arrival_s unless all requests come at once |
 
-A trace says how long prompts are, and of Mooncake's which of them begin alike; no prompt is kept. Texts are
-counted by a function that the caller gives. `workloads.requests` makes requests of the rows.
+Rows say how long prompts are, and in a Mooncake trace also which prompts begin alike. No prompt is kept: the
+tokens of a text are counted by a function that the caller gives. `workloads.requests` makes requests of rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.errors import UsageError
 TraceKind = Literal["auto", "azure", "mooncake", "sharegpt", "custom"]
 MOONCAKE_BLOCK = 512  # tokens that a hash id of a Mooncake trace stands for
 
-_BYTES_PER_TOKEN = 4  # of English text, about, where no tokenizer counts
+_BYTES_PER_TOKEN = 4  # roughly, of English text; for callers without a tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,10 @@ class TraceRow:
 
     Attributes:
         arrival_s: seconds after the first row.
-        blocks: a number for each block of `MOONCAKE_BLOCK` tokens of the prompt, where these are known: equal
-            numbers are equal tokens.
+        input_len: tokens of the prompt.
+        output_len: tokens of the output.
+        blocks: a number for each block of `MOONCAKE_BLOCK` tokens of the prompt. Two blocks with the same
+            number have the same tokens. Empty if the trace does not name blocks.
     """
 
     arrival_s: float
@@ -47,7 +49,7 @@ class TraceRow:
 
 
 def roughly_counted(text: str) -> int:
-    """Return about how many tokens a text has."""
+    """Return roughly how many tokens a text has, by its bytes."""
     return max(1, len(text.encode()) // _BYTES_PER_TOKEN)
 
 
@@ -62,8 +64,8 @@ def read_trace(
 
     Args:
         limit: number of rows; None: all.
-        kind: `auto` goes by the name and, for JSONL, by the first line.
-        count_tokens: counts the tokens of a text, where the trace has texts.
+        kind: the form of the file; `auto` finds it by the file's name and first line.
+        count_tokens: counts the tokens of a text, if the trace has texts in place of lengths.
 
     Raises:
         UsageError: the file cannot be read, is not a trace of that kind, or has fewer rows than `limit`.
@@ -90,7 +92,7 @@ def read_trace(
 
 
 def _kind_of(path: Path, file: TextIO) -> TraceKind:
-    """Return the kind by the name and the first line; the file is at its beginning again."""
+    """Return the kind of a trace by its name and first line. The file is at its beginning afterwards."""
     if path.suffix == ".csv":
         return "azure"
     if path.suffix == ".json":
