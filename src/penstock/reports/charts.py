@@ -1,7 +1,8 @@
 """The pictures of a report as inline SVG, which need no script and no font: line charts and stacked bars.
 
-Colours are classes that the page's style fills in, so that they follow its light or dark mode. Each picture
-has a title and a description for readers that do not see it; the numbers stand in a table below it.
+Elements have classes for their colours. The page's style gives these classes a colour for its light and one
+for its dark mode. Each picture has a title and a description for readers that do not see it; the page shows
+the numbers in a table below it.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Line:
 
     Attributes:
         points: x and y, by rising x.
-        colour: number of its colour.
-        is_dashed: it is a prediction.
+        colour: number of the line's colour; after `NUM_COLOURS` colours they come again, with dashes.
+        is_dashed: whether the line shows a prediction, which is drawn with dots.
     """
 
     name: str
@@ -39,7 +40,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A bar of a chart: lengths of its parts, by their names."""
+    """A bar of a chart: the names and lengths of its parts."""
 
     name: str
     parts: Sequence[tuple[str, float]]
@@ -66,10 +67,10 @@ class _Frame:
 
 
 def line_chart(title: str, x_name: str, y_name: str, lines: Sequence[Line], key: str) -> Markup:
-    """Return lines over an x axis with a legend.
+    """Return a picture of lines over an x axis, with a legend.
 
     Args:
-        key: no other picture of the page has it.
+        key: beginning of the ids of its elements; each picture of the page has another one.
     """
     points = [point for line in lines for point in line.points]
     frame = _Frame(
@@ -87,11 +88,12 @@ def line_chart(title: str, x_name: str, y_name: str, lines: Sequence[Line], key:
 
 
 def bar_chart(title: str, unit: str, bars: Sequence[Bar], key: str, *, whole: float | None = None) -> Markup:
-    """Return horizontal bars of stacked parts with a legend.
+    """Return a picture of horizontal bars of stacked parts, with a legend.
 
     Args:
-        whole: where the axis ends; None: at the longest bar.
-        key: no other picture of the page has it.
+        unit: unit of the lengths.
+        key: beginning of the ids of its elements; each picture of the page has another one.
+        whole: length at which the axis ends; None: a round number not below the longest bar.
     """
     names = list(dict.fromkeys(name for bar in bars for name, _ in bar.parts))
     colours = {name: number for number, name in enumerate(names)}
@@ -129,7 +131,10 @@ def bar_chart(title: str, unit: str, bars: Sequence[Bar], key: str, *, whole: fl
 
 
 def ticks(most: float) -> list[float]:
-    """Return round numbers from 0 to one that is not below `most`, which is above 0 or taken for 1."""
+    """Return round numbers in equal steps, from 0 to one that is not below `most`.
+
+    If `most` is not finite or not above 0, it counts as 1.
+    """
     most = most if most > 0 and math.isfinite(most) else 1.0
     rough = most / _TICKS
     unit = 10.0 ** math.floor(math.log10(rough))
@@ -138,7 +143,7 @@ def ticks(most: float) -> list[float]:
 
 
 def _few(values: Sequence[float]) -> Sequence[float]:
-    """Return as many labels as have room, the last one among them."""
+    """Return as many values as have room as labels of an axis, the last value among them."""
     every = -(-len(values) // _MOST_LABELS)
     return values[::-1][::every]
 
@@ -164,7 +169,7 @@ def _drawn_line(frame: _Frame, line: Line) -> Markup:
 
 
 def _dash(line: Line) -> str | None:
-    """Return the dashes of a line: lines of one colour differ by them; those of predictions are dotted."""
+    """Return the dashes of a line. Lines of the same colour differ by them; predictions are dotted."""
     return "3 5" if line.is_dashed else _DASHES[line.colour // NUM_COLOURS % len(_DASHES)]
 
 
@@ -217,7 +222,7 @@ def _described(lines: Sequence[Line]) -> str:
 
 
 def _short(value: float) -> str:
-    """Return a number with at least three digits, and no trailing zeros."""
+    """Return a number as text, rounded to three digits or to an integer, without trailing zeros."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else "-"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))

@@ -1,7 +1,7 @@
 """The frame of a report: one HTML file that needs no network, no script and no other file.
 
-Its policy lets a browser load nothing at all; the one style is named by its digest. Light and dark follow the
-reader's setting.
+The page's content security policy forbids browsers to load anything. It allows the one style of the page, by
+its digest. The page is light or dark as the reader's browser is.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def table(
     """Return a table whose first column names its rows.
 
     Args:
-        has_words: the other columns are text and not numbers.
+        has_words: whether the other columns have text and not numbers.
     """
     head = element("tr", *(element("th", text(name), scope="col") for name in headings))
     kind = "words" if has_words else None
@@ -108,5 +108,5 @@ def table(
     shown = element(
         "table", element("caption", text(caption)), element("thead", head), element("tbody", joined(lines))
     )
-    # One can scroll a wide table by keys, too.
+    # With a tabindex, a wide table can be scrolled by keys too.
     return element("div", shown, class_="scroll", role="region", aria_label=caption, tabindex="0")

@@ -1,6 +1,6 @@
 """The figures in a report of measured runs: rates, latencies, and each stage's time and memory.
 
-Plain values: predictions stand beside what was measured. `penstock bench --json` prints the values;
+The structs hold what was measured, and predictions beside it. `penstock bench ... --json` prints them;
 `reports.page` shows them.
 """
 
@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.workloads.summaries import percentile, summary
 
-FORMAT = 1  # raised when a reader of the JSON would misread it; fields may come at any time
+FORMAT = 1  # raised when programs that read the JSON would misread it; new fields alone do not raise it
 PERCENTS = (50, 90, 99)
 LATENCIES = {
     "ttft": "Time to first token",
@@ -24,7 +24,7 @@ LATENCIES = {
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
-    """The summary of a latency, in milliseconds."""
+    """The summary of a latency: the number of samples, and the others in milliseconds."""
 
     count: int
     mean: float
@@ -41,13 +41,16 @@ class StageFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         busy: share in which the stage computed.
-        causes: bubbles by cause.
-        overhead: share in which it prepared inputs, sent results, or was kept from its core.
-        sampling: share of its computing that head and sampling took; 0 but on the last stage.
-        step_s: seconds that it computed for a step, on average.
-        weight_bytes, kv_bytes, stranded_bytes: over its ranks; stranded ones could be KV cache, did the
-            tightest stage not set its size. None: not known.
-        resident_bytes: memory of its processes at the end of the run, shared pages in parts. None: not known.
+        causes: share of each bubble, by cause.
+        overhead: share in which the stage prepared inputs, sent results, or had no CPU core.
+        sampling: share of the computing time that the output layer and sampling took; only on the last stage
+            it is not 0.
+        step_s: mean seconds that the stage computed for a step.
+        weight_bytes, kv_bytes: bytes in all ranks of the stage. None: not known.
+        stranded_bytes: free bytes that are not used as KV cache, since the stage with the least memory sets
+            the number of blocks for all. None: not known.
+        resident_bytes: memory of the stage's processes at the end of the run; a page that several processes
+            share counts in parts. None: not known.
     """
 
     stage: int
@@ -65,7 +68,7 @@ class StageFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bubble(self) -> float:
-        """The share of time in which it could have computed and did not."""
+        """The share of time in which the stage could have computed and did not."""
         return sum(self.causes.values())
 
 
@@ -90,8 +93,8 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         series: the layout, such as "PP 2 x TP 1"; runs of one series differ in their concurrency.
         concurrency: requests in flight at most.
-        latencies_ms: by the keys of `LATENCIES`; those that were measured.
-        stages: empty where they did not report.
+        latencies_ms: the latencies that were measured, by the keys of `LATENCIES`.
+        stages: the stages; empty if they did not report.
     """
 
     series: str
@@ -126,7 +129,7 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that came to nothing, and why."""
+    """A run that failed, and its error."""
 
     series: str
     concurrency: int
@@ -138,8 +141,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         made_at: day and time, in UTC.
-        settings: of the benchmark, as shown to people.
-        notes: what a reader should know of the numbers, as sentences.
+        settings: settings of the benchmark, as text to show.
+        notes: sentences about the numbers for the reader.
+        format: version of the JSON.
     """
 
     title: str

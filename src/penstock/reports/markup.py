@@ -21,8 +21,8 @@ def element(tag: str, /, *children: Markup, **attributes: object) -> Markup:
     """Return an element.
 
     Args:
-        attributes: by their names, with `_` for `-` and with one at the end where Python needs it. Numbers
-            are rounded to a hundredth; None leaves one out.
+        attributes: attributes by name. A `_` stands for `-`; one at the end is left out, so `class_` means
+            `class`. Numbers with a fraction are rounded to hundredths. An attribute that is None is left out.
     """
     shown = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{_quoted(value)}"'

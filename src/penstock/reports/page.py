@@ -1,8 +1,8 @@
 """The report of a benchmark as a page: pictures, and below each of them a table with its numbers.
 
-throughput over concurrency | latencies | where the stages' time went | memory | predicted beside measured
+    throughput over concurrency | latencies | where the stages' time went | memory | predicted beside measured
 
-What was not measured has no section.
+A section is left out if nothing of it was measured.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _throughput(runs: Sequence[RunFigures]) -> Markup:
 
 
 def _effects(runs: Sequence[RunFigures]) -> list[Markup]:
-    """Return a section with the layouts side by side; nothing where one ran."""
+    """Return a section with the layouts side by side; nothing if only one ran."""
     if len(_series(runs)) == 1:
         return []
     headings = (
@@ -129,7 +129,10 @@ def _held_bytes(stage: StageFigures) -> int:
 
 
 def _latencies(runs: Sequence[RunFigures]) -> Markup:
-    """Return a picture and a table for each latency: percentiles where one layout ran, else medians."""
+    """Return a section with a picture and a table for each latency that was measured.
+
+    The pictures show percentiles if one layout ran, else the median of each layout.
+    """
     parts: list[Markup] = []
     is_one = len(_series(runs)) == 1
     for name, title in LATENCIES.items():
@@ -166,7 +169,7 @@ def _latency_row(run: RunFigures, name: str) -> tuple[str, ...]:
 
 
 def _stages(runs: Sequence[RunFigures]) -> list[Markup]:
-    """Return sections about the stages' time and memory; nothing where no stage has reported."""
+    """Return sections about the stages' time and memory; nothing if no stage has reported."""
     reported = [run for run in runs if run.stages]
     if not reported:
         return []
@@ -369,7 +372,7 @@ def _failed(report: Report) -> list[Markup]:
 
 
 def _lines(runs: Sequence[RunFigures], measured: _Number, predicted: _Number) -> list[Line]:
-    """Return a line for each layout, and a dashed one for its prediction."""
+    """Return a line for each layout, and a dashed line for its prediction if there is one."""
     lines = []
     for colour, series in enumerate(_series(runs)):
         own = [run for run in runs if run.series == series]

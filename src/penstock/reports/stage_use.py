@@ -1,7 +1,8 @@
 """The use of the stages' time between two of their reports: busy, bubbles by cause, overhead.
 
-Stages count from their start and report about once a second, also while no request runs. Reports before and
-after a run therefore enclose it and some idle time, which is left out: it is counted as `no_work`.
+Stages count from their start and report about once a second, also while no request runs. The time between a
+report before a run and one after it therefore has some idle time besides the run. Stages count idle time as
+`no_work`; this module leaves as much of it out as the two reports lie further apart than the run took.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def counts_in_view(view: object) -> list[StageCounts]:
     """Return the counts of the stages from the answer of `/debug/pipeline`.
 
     Raises:
-        msgspec.ValidationError: it is not such an answer.
+        msgspec.ValidationError: `view` is not such an answer.
     """
     replicas = msgspec.convert(view, _PipelineView).replicas
     return [
@@ -62,7 +63,7 @@ def counts_in_view(view: object) -> list[StageCounts]:
 
 
 def counts_of_core(stats: CoreStats | None) -> list[StageCounts]:
-    """Return the counts of the stages that a core reports; nothing while there is no core."""
+    """Return the counts of the stages that a core reports; an empty list while there is no core."""
     if stats is None:
         return []
     memory = {(each.replica, each.stage): each for each in stats.stage_memory}
@@ -99,9 +100,15 @@ def stage_figures(
     run_s: float,
     resident_bytes: Mapping[StageKey, int] | None = None,
 ) -> list[StageFigures]:
-    """Return the figures of the stages in a run of `run_s` seconds, without the idle time around it.
+    """Return the figures of the stages in a run, without the idle time around it.
 
-    A stage that was started anew meanwhile has no shares.
+    A stage that was started again during the run has its memory, and no shares of time.
+
+    Args:
+        before: counts of a report before the run.
+        after: counts of a report after the run.
+        run_s: seconds that the run took.
+        resident_bytes: memory of each stage's processes; None: not known.
     """
     earlier, resident = {counts.key: counts for counts in before}, resident_bytes or {}
     return [_figures(earlier.get(counts.key), counts, run_s, resident.get(counts.key)) for counts in after]
