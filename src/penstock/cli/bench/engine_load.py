@@ -1,6 +1,6 @@
-"""A load for an engine of this process, without HTTP: `penstock.AsyncLLM` as a sender of `bench.replaying`.
+"""The sender of a load to an engine without HTTP: it calls `penstock.AsyncLLM`.
 
-Streams are booked and audited as those of a server are.
+Called by `cli.bench.replaying`. Each answer gets an account, and is audited, as an answer of a server.
 """
 
 from __future__ import annotations
@@ -23,18 +23,23 @@ class StreamingEngine(Protocol):
     def generate(
         self, prompt: Any, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield all that was generated so far, again and again."""
+        """Yield outputs while tokens come, each with all that was generated so far."""
 
 
 class EngineSender:
-    """Sends requests to an engine and books what comes. Holds no state between requests."""
+    """Sends requests to an engine and writes the account of each answer. Holds no state between requests.
+
+    Args:
+        engine: the engine.
+        clock: returns seconds; all times of accounts are by it.
+    """
 
     def __init__(self, engine: StreamingEngine, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self._engine = engine
 
     async def send(self, request: BenchRequest) -> StreamAccount:
-        """Send and book one request. A failure is booked, never raised."""
+        """Send one request, and return the account of the answer. A `PenstockError` goes into the account."""
         account = StreamAccount(index=request.index, started_s=self.clock())
         prompt = {"prompt_token_ids": request.prompt_token_ids}
         try:
@@ -60,7 +65,7 @@ class EngineSender:
 
 
 def sampling_of(request: BenchRequest) -> SamplingParams:
-    """Return the sampling of a request of a load: exactly so many tokens, and no text."""
+    """Return the sampling of a request of a load: exactly `output_len` tokens, and no text."""
     return SamplingParams(
         temperature=0.0, max_tokens=request.output_len, ignore_eos=True, detokenize=False, seed=request.index
     )

@@ -1,8 +1,9 @@
 """A light HTTP/1.1 client for event streams: one socket per request, parsed as bytes arrive.
 
-Used by `bench.online`, where hundreds of streams share one thread: a chunk costs microseconds, not a
-coroutine step. Speaks what a streaming inference server speaks: POST with a body, chunked or plain answers,
-server-sent events, with or without TLS. No redirects, no compression.
+Used by `cli.bench.online`, where hundreds of streams share one thread: a piece of an answer is parsed in
+microseconds, without a step of a coroutine. The client supports what a streaming inference server needs: POST
+with a body, chunked or plain answers, server-sent events, and TLS. It follows no redirects and asks for no
+compression. Commands that send one request at a time use `cli.http_client`.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ MAX_HEAD_BYTES = 65536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The place where a server listens, and the headers that every request carries.
+    """The address of a server, and what every request to it needs.
 
     Attributes:
-        context: context of HTTPS; None: plain HTTP.
+        prefix: part of the path before `/v1`, usually "".
+        api_key: key that is sent with every request; "": none.
+        context: TLS context of HTTPS; None: plain HTTP.
     """
 
     host: str
@@ -39,7 +42,8 @@ class Target:
         """Return the target of `http://host:port` or `https://...`, with or without `/v1` at the end.
 
         Args:
-            ca_file: certificates that HTTPS is to trust beside the system's.
+            api_key: as in the attributes.
+            ca_file: file of certificates to trust besides the system's.
 
         Raises:
             UsageError: the URL or the file cannot be used.
@@ -83,7 +87,8 @@ class Target:
 class ResponseParser:
     """An HTTP/1.1 response, as far as it has arrived.
 
-    `feed` returns the body bytes that the new data completes. Raises `ProtocolError` on malformed framing.
+    `feed` takes new data, and returns the bytes of the body that can be read with it. It raises
+    `ProtocolError` if the data is not such a response.
     """
 
     def __init__(self) -> None:
@@ -103,7 +108,7 @@ class ResponseParser:
         return self._read_chunks() if self._chunked else self._read_plain()
 
     def end_of_input(self) -> bool:
-        """Note that the connection has closed; return whether the response was whole."""
+        """Note that the connection has closed; return whether the response is complete."""
         if self.status and not self._chunked and self._left is None:
             self.finished = True
         return self.finished
@@ -175,7 +180,7 @@ class EventParser:
 
 
 class _StreamProtocol(asyncio.Protocol):
-    """Sends one request when connected and parses the answer; `done` resolves when it has ended."""
+    """A connection that sends one request and parses the answer. `done` has a result when the answer ends."""
 
     def __init__(self, request: bytes, on_body: Callable[[bytes], None]) -> None:
         self.parser = ResponseParser()
@@ -216,7 +221,7 @@ class _StreamProtocol(asyncio.Protocol):
         self.close()
 
     def close(self) -> None:
-        """Let go of the connection at once: a farewell of TLS would outlive the event loop of a short run."""
+        """Abort the connection: the closing handshake of TLS could outlive the event loop of a short run."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -230,10 +235,16 @@ async def post_stream(
     stall_s: float,
     headers: Mapping[str, str] | None = None,
 ) -> int:
-    """Send one POST; `on_body(status, piece)` gets the body as it arrives. Returns the status.
+    """Send one POST, and return the status of the answer when all of it has come.
+
+    Args:
+        path: path behind the target's prefix.
+        on_body: gets the status and each piece of the body as it arrives.
+        stall_s: most seconds to connect, and of silence.
+        headers: further headers.
 
     Raises:
-        LinkClosedError: no connection, or it closed before the answer was whole.
+        LinkClosedError: there was no connection, or it was closed before the answer was complete.
         WaitTimeoutError: nothing came for `stall_s` seconds.
         ProtocolError: the answer is not HTTP/1.1.
     """
@@ -260,7 +271,7 @@ async def post_stream(
 
 
 async def _until_done(protocol: _StreamProtocol, target: Target, stall_s: float) -> None:
-    """Wait for the end; every `stall_s` at least one piece must have come."""
+    """Wait for the end of the answer. Raises `WaitTimeoutError` if no piece came for `stall_s` seconds."""
     while True:
         seen = protocol.progress
         done, _ = await asyncio.wait([protocol.done], timeout=stall_s)

@@ -1,9 +1,9 @@
-"""The ledger: every token of every request must come exactly once, and every stream must end in order.
+"""The ledger of a load: every token of every request must come exactly once, and every stream must end well.
 
-`StreamAccount` books one stream as its events arrive (`bench.online` feeds it; `bench.engine_load` feeds one
-that crosses no HTTP); `audit` compares all accounts
-with what was asked for. The order of a stream: chunks, one finish reason, usage, one `[DONE]`; or, on
-failure, one error event and no `[DONE]`. Does no input or output.
+A `StreamAccount` has what came for one request. `cli.bench.online` writes it from the events of a server,
+`cli.bench.engine_load` from the outputs of an engine. `audit` compares all accounts with the requests. The
+events of a good stream are tokens, one finish reason, usage and one `[DONE]`. A stream may also end with one
+error event, and then without `[DONE]`. This module neither reads nor writes files.
 """
 
 from __future__ import annotations
@@ -59,7 +59,11 @@ _error_answers = msgspec.json.Decoder(_ErrorAnswer)
 
 @dataclass(slots=True, kw_only=True)
 class StreamAccount:
-    """The account of the answer to one request. Times are of one clock, in seconds."""
+    """The account of the answer to one request. All times are seconds by the clock of the sender.
+
+    Attributes:
+        index: index of the request.
+    """
 
     index: int
     started_s: float = 0.0
@@ -110,7 +114,7 @@ class StreamAccount:
             self.add_tokens(choice.token_ids, now)
 
     def add_tokens(self, token_ids: list[int], now: float) -> None:
-        """Add tokens that came at once."""
+        """Add tokens that came together."""
         if self.token_ids:
             self.chunk_gaps_s.append(now - self.last_token_s)
         else:
@@ -133,16 +137,19 @@ def _as_info(body: _ErrorBody, where: str) -> ErrorInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """The outcome of the comparison. `violations` is empty when every token came exactly once."""
+    """The outcome of the comparison.
+
+    `violations` is empty if every token came exactly once, except those of requests that ended with an error.
+    """
 
     num_requests: int
     num_tokens: int
-    num_errors: int  # requests that ended with a typed error: accounted for
+    num_errors: int  # requests that ended with an error that was reported; this is not a violation
     violations: list[str]
 
 
 def audit(requests: Sequence[BenchRequest], accounts: Sequence[StreamAccount]) -> Audit:
-    """Compare what was asked for with what came. Every request has exactly one account."""
+    """Compare the requests with their accounts. It is a violation if a request has not exactly one."""
     booked = Counter(account.index for account in accounts)
     violations = [
         f"request {request.index}: {booked[request.index]} answers"
@@ -164,7 +171,7 @@ def audit(requests: Sequence[BenchRequest], accounts: Sequence[StreamAccount]) -
 
 
 def faults(request: BenchRequest, account: StreamAccount) -> list[str]:
-    """Return what is wrong with one stream, as short sentences; empty when it is in order."""
+    """Return what is wrong with one stream, as short sentences; an empty list if nothing is."""
     if account.broken:
         return [account.broken]
     if account.error is not None:

@@ -1,4 +1,4 @@
-"""Flags of loads that benchmarks and `simulate` share: requests in flight, and how a trace is scaled."""
+"""The flags of loads that `bench serve` and `simulate` share, such as the scale of a trace."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ DatasetName = Literal["random", "azure", "mooncake", "sharegpt", "custom"]
 
 
 def trace_path(name: DatasetName, path: Path | None) -> Path:
-    """Return the file of a load that is not random. Raises `UsageError` where none is given."""
+    """Return the trace file of a load that is not random. Raises `UsageError` if none is given."""
     if path is None:
         raise UsageError(f"--dataset-name {name} needs --dataset-path.", remedy="Give the trace file.")
     return path
 
 
 def whole_numbers(text: str, name: str, least: int = 1) -> list[int]:
-    """Return the different numbers of a text such as "1,8,32", in their order.
+    """Return the numbers of a text such as "1,8,32" in their order, each one once.
+
+    Args:
+        name: the flag, for errors.
 
     Raises:
-        UsageError: it is not such a list, or a number is below `least`.
+        UsageError: the text is not such a list, or a number is below `least`.
     """
     try:
         numbers = list(dict.fromkeys(int(word) for word in text.split(",")))
@@ -63,7 +66,7 @@ class LoadShape:
     def of_trace(
         self, path: Path, num_requests: int | None, kind: TraceKind, *, vocab_size: int, seed: int
     ) -> list[BenchRequest]:
-        """Return the requests of a trace file, scaled. Raises `UsageError`."""
+        """Return the requests of a trace file, scaled. Raises `UsageError` if the file or a scale is bad."""
         return from_trace(
             read_trace(path, num_requests, kind=kind),
             length_scale=self.length_scale,

@@ -1,7 +1,8 @@
-"""The view of `bench serve` on the server besides its answers: its stages' time and memory, and predictions.
+"""The data for a report of `bench serve` besides the answers: the stages' time and memory, and predictions.
 
-Read from `/debug/pipeline` and `/server_info`, for a report alone. A server that has neither gets a report
-without stages.
+The data is read only if a report is wanted: the stages' from `/debug/pipeline`, and for predictions the
+server's settings from `/server_info`. If a server does not have `/debug/pipeline`, the report has no stages
+and no predictions.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ class ObservedServer:
     """A server under load, and the figures of the runs so far.
 
     Args:
-        series: what the server runs.
-        predicted: by the number of requests at once.
-        notes: for the report.
+        watch: reads what the stages report.
+        series: name of the layout that the server runs.
+        predicted: predictions by the number of requests at once.
+        notes: sentences for the report.
     """
 
     def __init__(
@@ -51,9 +53,10 @@ class ObservedServer:
         self._runs: list[RunFigures] = []
 
     async def measured(self, run: Awaitable[RunResult], level: int | None) -> RunResult:
-        """Return what a run comes to, and keep its figures.
+        """Run a load, keep the figures of the run for the report, and return its result.
 
         Args:
+            run: sends the load; it is awaited here.
             level: requests in flight at most; None: no bound.
         """
         await self._watch.begin()
@@ -78,12 +81,15 @@ def observed_server(
     model: str,
     invocation: Invocation,
 ) -> ObservedServer:
-    """Look at a server before the first run.
+    """Look at a server before the first run, and return it for the runs.
 
     Args:
         loads: the requests of each run.
         levels: the most requests in flight of each run; None: no bound.
-        model: where `--predict` finds it here.
+        model: directory or name of the model on this machine, for `--predict`.
+
+    Raises:
+        PenstockError: predictions are wanted, and the server does not give its settings.
     """
     if not flags.are_wanted:
         return ObservedServer(NoWatch())
@@ -114,14 +120,14 @@ def observed_server(
 
 
 def _at_once(requests: Sequence[BenchRequest], level: int | None) -> int | None:
-    """Requests that run at once; None: that follows from the times of their arrivals."""
+    """Return how many requests run at once; None if that depends on the times at which they arrive."""
     if level is not None:
         return min(level, len(requests))
     return None if any(request.arrival_s for request in requests) else len(requests)
 
 
 def _series(view: Mapping[str, Any]) -> str:
-    """What the server runs, such as "PP 2 x TP 1"."""
+    """Return the name of the layout that the server runs, such as "PP 2 x TP 1"."""
     stages = view["replicas"][0]["stages"] if view["replicas"] else []
     ranks = dict.fromkeys(str(stage.get("num_ranks") or 1) for stage in stages)
     return layout_name(len(stages), ",".join(ranks), len(view["replicas"]))

@@ -1,7 +1,7 @@
 """`penstock bench throughput` and `penstock bench latency`: the engine without HTTP, through `penstock.LLM`.
 
-Called by `cli`. The engine is behind `OfflineEngine`, so that the measuring is tested without a model.
-Prompts are random token ids; outputs have exactly the asked length.
+Called by `cli.program`. The functions that measure get an `OfflineEngine`, so that they are tested without a
+model. Prompts are random token ids; outputs have exactly the length that is asked for.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class OfflineEngine:
     """An engine without HTTP, as a benchmark sees it.
 
     Attributes:
+        generate: generates for all requests at once.
         counts: returns what the stages have counted since their start.
     """
 
@@ -53,7 +54,7 @@ class OfflineEngine:
     counts: Callable[[], Sequence[StageCounts]] = tuple
 
     def watch(self, report: ReportFlags, config: EngineConfig) -> Watch:
-        """Return what sees where the stages' time goes, for a report."""
+        """Return the watch over the stages' time; one that watches nothing if no report is wanted."""
 
         async def read() -> Sequence[StageCounts]:
             return self.counts()
@@ -234,7 +235,7 @@ def _say(report: ReportFlags, invocation: Invocation, *lines: str) -> None:
 def measure_throughput(
     requests: Sequence[BenchRequest], generate: Generate, clock: Callable[[], float]
 ) -> dict[str, Any]:
-    """Generate for all requests at once; rates and totals under vLLM's key names."""
+    """Generate for all requests at once, and return rates and totals under vLLM's key names."""
     elapsed = max(_timed(requests, generate, clock), 1e-9)
     tokens_in = sum(len(request.prompt_token_ids) for request in requests)
     tokens_out = sum(request.output_len for request in requests)
@@ -260,7 +261,7 @@ def latency_numbers(samples: Sequence[float]) -> dict[str, Any]:
 
 
 def _timed(requests: Sequence[BenchRequest], generate: Generate, clock: Callable[[], float]) -> float:
-    """Seconds that generation took. Raises when a request did not get its tokens."""
+    """Return the seconds that generation took. Raises `PenstockError` if a request did not get its tokens."""
     started = clock()
     counts = generate(requests)
     elapsed = clock() - started
@@ -275,7 +276,7 @@ def _timed(requests: Sequence[BenchRequest], generate: Generate, clock: Callable
 
 @contextmanager
 def offline_engine(model: str, given: Mapping[str, Any]) -> Iterator[OfflineEngine]:
-    """Yield an `LLM`; it is shut down at the end."""
+    """Start an `LLM`, and yield it as an `OfflineEngine`. It is shut down at the end."""
     from penstock import LLM
 
     with LLM(model, **llm_arguments(given)) as llm:
@@ -289,10 +290,13 @@ def offline_engine(model: str, given: Mapping[str, Any]) -> Iterator[OfflineEngi
 
 
 def llm_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine's settings as keyword arguments of `LLM`, which has other defaults for some.
+    """Return the engine's settings as keyword arguments of `LLM`.
+
+    Settings that the user has not given get the defaults of the command line, which for some are not those of
+    `LLM`. Settings that `LLM` does not have are left out.
 
     Raises:
-        UsageError: an `LLM` has no such setting.
+        UsageError: several replicas are asked for, which an `LLM` cannot have.
     """
     if configured(ParallelConfig, given).data_parallel_size > 1:
         refuse_replicas()
@@ -304,7 +308,7 @@ def llm_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def vocab_size_of(model: str, given: Mapping[str, Any]) -> int:
-    """Return the number of token ids that prompts for a model may use."""
+    """Return the size of a model's vocabulary: random prompts use token ids below this."""
     from penstock.families.registry import load_spec, resolve_model_directory
 
     directory = resolve_model_directory(model)

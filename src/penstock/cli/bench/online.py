@@ -1,7 +1,8 @@
-"""`penstock bench serve`: replays a load against a running server and books every token.
+"""`penstock bench serve`: sends a load to a running server and checks that every token comes exactly once.
 
-Called by `cli`. `bench.replaying` is the load generator without the command line; `Sender` speaks HTTP for
-it. Exit code 0 when the ledger is in order and no request failed, 1 otherwise.
+Called by `cli.program`. `cli.bench.replaying` sends the requests at their times, each through `Sender`, which
+speaks HTTP. The exit code is 0 if the ledger has no violations and no request failed, else 1. With
+`--allow-errors`, requests that the server refuses with an error object do not count as failed.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class LoadSettings(LoadShape):
 
     @property
     def rate(self) -> float:
-        """Return the requests a second; infinite where none is given."""
+        """Return the requests a second; infinity if no rate is given."""
         return math.inf if self.request_rate is None else self.request_rate
 
     def levels(self) -> list[int | None]:
@@ -104,10 +105,11 @@ class LoadSettings(LoadShape):
         return list(whole_numbers(self.concurrency, "--concurrency"))
 
     def requests(self, vocab_size: int, run: int = 0) -> list[BenchRequest]:
-        """Return the load of one run in full. Raises `UsageError`.
+        """Return all requests of one run. Raises `UsageError` if a flag or the trace file is bad.
 
         Args:
-            run: its number; each run has prompts of its own, so that no cache holds them.
+            vocab_size: random token ids are below this.
+            run: number of the run. Each run has other prompts, so that no run finds its prompts in a cache.
         """
         if self.dataset_name == "random":
             return synthetic(
@@ -194,7 +196,13 @@ def bench_serve(
 
 
 class Sender:
-    """Sends one request after another to one server and books what comes. Holds no state between requests."""
+    """Sends requests to one server and writes the account of each answer. Holds no state between requests.
+
+    Args:
+        model: name of the served model.
+        stall_s: most seconds of silence of an answer.
+        clock: returns seconds; all times of accounts are by it.
+    """
 
     def __init__(
         self,
@@ -227,7 +235,10 @@ class Sender:
         )
 
     async def send(self, request: BenchRequest) -> StreamAccount:
-        """Send and book one request. A failure is booked, never raised."""
+        """Send one request, and return the account of the answer.
+
+        A refusal, a lost connection or an answer that cannot be read goes into the account.
+        """
         account = StreamAccount(index=request.index)
         events, refusal = EventParser(), bytearray()
 
@@ -252,7 +263,7 @@ class Sender:
             if status != 200:
                 account.refused(status, bytes(refusal))
         except (PeerError, msgspec.MsgspecError) as error:
-            if account.error is None:  # after an error event the server may close as it likes
+            if account.error is None:  # after an error event the server may cut the stream
                 account.broken = str(error)
         account.ended_s = self.clock()
         return account
@@ -280,7 +291,7 @@ def _describe(load: LoadSettings) -> str:
 
 
 def _as_given(target: TargetSettings, load: LoadSettings, card: ServedModelCard) -> dict[str, Any]:
-    """The settings of the run under vLLM's key names; no key and no prompt."""
+    """Return the settings of the run under vLLM's key names, without the API key and without prompts."""
     trace = {"length_scale": load.length_scale, "time_scale": load.time_scale}
     return {
         "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),

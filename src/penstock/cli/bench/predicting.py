@@ -1,8 +1,8 @@
 """The planner's predictions for a layout that a benchmark runs, to be shown beside what was measured.
 
-`--predict here` measures the stages of this machine, before anything runs, or recalls what was measured; with
-devices, as `penstock plan` takes them, times follow from their figures. The load is the benchmark's: its
-requests at once, and its lengths as the typical request.
+`--predict here` measures the stages on this machine before the benchmark runs, or uses what was measured
+earlier. `--predict DEVICES` computes times from the figures of devices, which are given as for `penstock
+plan`. The load is the benchmark's: its requests at once, and its mean lengths as the typical request.
 """
 
 from __future__ import annotations
@@ -69,10 +69,12 @@ def predictions(
     """Return what is predicted for each number of requests at once.
 
     Args:
-        config: of the engine that runs.
-        text: of `--predict`.
+        config: config of the engine that runs.
+        text: value of `--predict`.
+        concurrencies: the numbers of requests at once.
         lengths: tokens of a typical prompt and output.
-        layers: of each stage; None: as the partition says.
+        say: prints a line about the measuring.
+        layers: number of layers of each stage; None: as the partition says.
 
     Raises:
         UsageError: the devices cannot be read or are too few, or the layout cannot be measured here.
@@ -111,7 +113,7 @@ def served_config(info: dict[str, Any], model: str) -> EngineConfig:
 
 
 def served_layers(info: dict[str, Any]) -> list[int] | None:
-    """Return the layers of each stage of a server; None: it does not tell."""
+    """Return the number of layers of each stage of a server; None if the server does not report them."""
     stages = info.get("stages") or []
     return [int(stage["end_layer"]) - int(stage["start_layer"]) for stage in stages] or None
 
@@ -170,7 +172,7 @@ def _this_host(config: EngineConfig, speaker: Speaker) -> Iterator[Hosts]:
 
 
 def _layers(config: EngineConfig, sizes: ModelSizes) -> list[int] | None:
-    """Layers of each stage; None: the planner chooses them."""
+    """Return the number of layers of each stage; None if the planner chooses them."""
     parallel = config.parallel
     if parallel.partition == AUTO_POLICY:
         return None
@@ -179,7 +181,7 @@ def _layers(config: EngineConfig, sizes: ModelSizes) -> list[int] | None:
 
 
 def _load(config: EngineConfig, sizes: ModelSizes, concurrency: int) -> Load:
-    """The load, with the plans that are issued ahead."""
+    """Return the load, with the number of plans that are issued ahead."""
     depth = config.parallel.async_depth
     return replace(load_of(config, sizes, concurrency), plans_ahead=0 if depth == "auto" else depth)
 

@@ -1,7 +1,7 @@
 """Sends the requests of a load at their times, over HTTP or to an engine, and audits what came.
 
-With all requests at once and a bound on those in flight it is a closed loop: so many clients, each of which
-sends its next request when its last one has ended.
+If all requests arrive at once and the requests in flight are bounded, this is a closed loop: as many clients
+as the bound says, each of which sends its next request when its last one has ended.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from penstock.workloads.requests import BenchRequest
 
 
 class LoadSender(Protocol):
-    """Sends one request after another and books what comes.
+    """Sends requests and writes the account of each answer.
 
     Attributes:
-        clock: seconds, of all times in the accounts.
+        clock: returns seconds; all times of accounts are by it.
     """
 
     clock: Callable[[], float]
 
     async def send(self, request: BenchRequest) -> StreamAccount:
-        """Send and book one request. A failure is booked, never raised."""
+        """Send one request, and return the account of the answer. A failure of it goes into the account."""
 
 
 async def replay(

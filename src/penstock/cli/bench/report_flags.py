@@ -43,7 +43,7 @@ class ReportFlags:
         return self.predict.strip().lower() != OFF
 
     def say(self, invocation: Invocation) -> Callable[[str], None]:
-        """Return what prints a line for people: nothing where the output is JSON."""
+        """Return the function that prints a line for people, and nothing if the output is to be JSON."""
         return (lambda line: None) if self.json else invocation.say
 
     def predictions(
@@ -54,12 +54,13 @@ class ReportFlags:
         invocation: Invocation,
         layers: Sequence[int] | None = None,
     ) -> dict[int, PredictedFigures]:
-        """Return what is predicted, or nothing with a warning that says why.
+        """Return predictions by the number of requests at once. If they fail, warn and return none.
 
         Args:
-            config: returns the engine's; a server's may not be found here.
+            config: returns the engine's config. It may raise, since the model of a server need not be here.
+            concurrencies: the numbers of requests at once.
             lengths: tokens of a typical prompt and output.
-            layers: of each stage; None: as the partition says.
+            layers: number of layers of each stage; None: as the partition says.
         """
         if not self.wants_predictions:
             return {}
@@ -74,7 +75,7 @@ class ReportFlags:
             return {}
 
     def deliver(self, report: Report, invocation: Invocation) -> None:
-        """Write and print what is wanted. Raises `UsageError` for a file that cannot be written."""
+        """Write the HTML file and print the JSON, as wanted. Raises `UsageError` if writing fails."""
         if self.html is not None:
             from penstock.reports.page import report_page
 
@@ -104,7 +105,7 @@ def new_report(
     failed: Sequence[FailedRun] = (),
     notes: Sequence[str] = (),
 ) -> Report:
-    """Return a report as of now."""
+    """Return a report that is dated now. Values of `settings` are shown as text."""
     return Report(
         title=title,
         model=model,

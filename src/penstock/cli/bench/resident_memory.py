@@ -1,7 +1,7 @@
-"""The memory of the ranks that a benchmark has started, as the system counts it, by stage.
+"""The memory of the ranks that a benchmark has started, as Linux counts it, by stage.
 
-Pages that several processes share count in parts, so that the sum over stages is what they hold together.
-Nothing is counted where the system does not tell.
+A page that several processes share counts for each in part, so that the sum over all stages is the memory
+that they use together. Ranks whose memory Linux does not show are left out.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ _RANK_TITLE = re.compile(r"penstock (?:replica ([0-9]+) )?stage ([0-9]+) tp [0-9
 
 
 def resident_bytes_below(parent: int | None = None, proc: Path = Path("/proc")) -> dict[StageKey, int]:
-    """Return the memory of the ranks that this process has started, or a process that it has started.
+    """Return the bytes of all ranks among the descendants of a process, by replica and stage.
 
     Args:
-        parent: another process whose children are meant.
+        parent: number of the process; None: this process.
+        proc: the folder in which Linux shows processes; tests give their own.
     """
     found: dict[StageKey, int] = defaultdict(int)
     for pid in _descendants(os.getpid() if parent is None else parent, proc):
@@ -30,7 +31,7 @@ def resident_bytes_below(parent: int | None = None, proc: Path = Path("/proc")) 
             if match is not None:
                 found[int(match[1] or 0), int(match[2])] += _resident_bytes(proc / str(pid))
         except OSError:
-            continue  # it has ended, or belongs to somebody else
+            continue  # the process has ended, or belongs to another user
     return dict(found)
 
 

@@ -1,8 +1,12 @@
 """The numbers of a load run: table and result file, with the names of `vllm bench serve`.
 
-Pure functions of the accounts in `bench.ledger`; `bench.online` prints and writes what they return.
-TTFT: send to first token. TPOT: (last token - first token) / (tokens - 1). ITL: gap between chunks that carry
-tokens. E2EL: send to last token.
+The functions compute from the accounts of `cli.bench.ledger`; `cli.bench.online` prints and writes what they
+return.
+
+    TTFT   from the sending of the request to the first token
+    TPOT   (last token - first token) / (tokens - 1)
+    ITL    time between two events with tokens
+    E2EL   from the sending of the request to the last token
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ _SECTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """A finished run: what was asked, what came, how long it took, and what the ledger says."""
+    """A finished run: its requests, their accounts, the seconds that it took, and the ledger's audit."""
 
     requests: Sequence[BenchRequest]
     accounts: Sequence[StreamAccount]
@@ -43,7 +47,7 @@ class RunResult:
         return [account for account in self.accounts if account.ok]
 
     def latencies_s(self) -> dict[str, list[float]]:
-        """Return samples in seconds by the short name of the measure."""
+        """Return the samples of each latency in seconds, by the latency's short name (see the module)."""
         done = [account for account in self.completed if account.token_ids]
         return {
             "ttft": [account.first_token_s - account.started_s for account in done],
@@ -79,7 +83,7 @@ class RunResult:
 def peak_concurrency(accounts: Sequence[StreamAccount]) -> int:
     """Return the largest number of requests in flight at one moment.
 
-    One that ends at the moment another starts does not overlap it.
+    A request that ends at the moment at which another one starts does not overlap it.
     """
     moments = [(account.started_s, 1) for account in accounts] + [
         (account.ended_s, -1) for account in accounts
@@ -92,7 +96,7 @@ def peak_concurrency(accounts: Sequence[StreamAccount]) -> int:
 
 
 def table(result: RunResult) -> list[str]:
-    """Return the lines that a person reads."""
+    """Return the table of a run as lines to print."""
     totals = result.totals()
     lines = [" Serving Benchmark Result ".center(_WIDTH, "=")]
     lines += [
@@ -121,7 +125,7 @@ def _row(name: str, value: float | int) -> str:
 
 
 def ledger_lines(audit: Audit, limit: int = 20) -> list[str]:
-    """Return the ledger's findings: one line when all is in order, else the first violations."""
+    """Return the ledger's findings as lines: one line if there are no violations, else the first of them."""
     if not audit.violations:
         errors = f", {audit.num_errors} ended with an error" if audit.num_errors else ""
         return [
@@ -145,7 +149,8 @@ def as_json(result: RunResult, settings: Mapping[str, Any], percents: Sequence[f
     """Return the result file's content: vLLM's key names, with the ledger's outcome under `ledger`.
 
     Args:
-        settings: `date`, `model_id`, `num_prompts`, `request_rate` and so on, as given.
+        settings: fields such as `date`, `model_id` and `request_rate`, which are copied into the file.
+        percents: percentiles of each latency.
     """
     fields: dict[str, Any] = dict(settings) | result.totals()
     for key, values in result.latencies_s().items():
@@ -173,10 +178,10 @@ def figures(
     stages: Sequence[StageFigures] = (),
     predicted: PredictedFigures | None = None,
 ) -> RunFigures:
-    """Return the run as a report has it.
+    """Return the figures of a run for a report.
 
     Args:
-        series: what ran, such as "PP 2 x TP 1".
+        series: name of the layout that ran, such as "PP 2 x TP 1".
         concurrency: requests in flight at most.
     """
     totals = result.totals()

@@ -1,7 +1,7 @@
-"""Looks at what stages report before and after a run, so that a report can say where their time went.
+"""Reads what stages have counted before and after a run, so that a report can say where their time went.
 
-A stage reports about once a second, also while no request runs. A look before the run waits until each has
-reported; one behind it until each has reported once more.
+A stage reports about once a second, also while no request runs. Before the run this waits until every stage
+has reported, and after it until every stage has reported once more, but not longer than `PATIENCE_S`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class Watch(Protocol):
         """Return when a run may begin."""
 
     async def end(self, run_s: float) -> list[StageFigures]:
-        """Return the figures of the stages in the run that has begun last, and took so many seconds."""
+        """Return the figures of the stages in the run that followed `begin`, and took `run_s` seconds."""
 
 
 class StageWatch:
-    """Reads what the stages have counted.
+    """A watch that reads the counts of the stages.
 
     Args:
-        read: returns the newest counts, of stages that have reported.
-        resident_bytes: returns the memory of each stage's processes, where it can be seen.
-        num_stages: that will report.
+        read: returns the newest counts of the stages that have reported.
+        resident_bytes: returns the memory of each stage's processes, as far as it can be seen.
+        num_stages: the least number of stages that must have reported.
         sleep: as `asyncio.sleep`; tests give their own.
     """
 
@@ -63,7 +63,7 @@ class StageWatch:
         return stage_figures(self._before, after, run_s, resident)
 
     async def _counts(self, are_complete: Callable[[Sequence[StageCounts]], bool]) -> Sequence[StageCounts]:
-        """The newest counts once they are complete, or at the end of our patience."""
+        """Return the newest counts as soon as they are complete, or after `PATIENCE_S` as they are."""
         for _ in range(round(PATIENCE_S / _LOOK_S)):
             counts = await self._read()
             if len(counts) >= self._num_stages and are_complete(counts):
@@ -73,7 +73,7 @@ class StageWatch:
 
 
 class NoWatch:
-    """For a run of which no report is made, or of a server that does not tell."""
+    """A watch that sees nothing: for a run without a report, or a server that does not report its stages."""
 
     async def begin(self) -> None:
         """Do nothing: nothing is watched."""

@@ -1,7 +1,8 @@
 """`penstock bench sweep`: measures a grid of layouts under several concurrencies, and reports the points.
 
-Called by `cli`. Each layout is an engine of its own (`penstock.AsyncLLM`); each point is a closed loop of so
-many clients. The engine is behind `OpenEngine`, so that the sweeping is tested without a model.
+Called by `cli.program`. A point is a layout with a concurrency. Each layout runs in an engine of its own
+(`penstock.AsyncLLM`), and each point as a closed loop of as many clients. `sweep` opens engines through an
+`OpenEngine`, so that it is tested without a model.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ from penstock.workloads.requests import BenchRequest, check_fits, synthetic
 
 _AXES = ("pipeline_parallel_size", "tensor_parallel_size", "async_depth", "micro_batches")
 _WARM_UP_TOKENS = 8
-_DEFAULT_ROWS = 64  # of an engine, if the user and the grid ask for no more
+_DEFAULT_ROWS = 64  # most requests that an engine runs at once, if neither the user nor the grid says more
 
 
 class SweptEngine(Protocol):
-    """An engine that runs."""
+    """An engine that runs in one layout of a sweep."""
 
     async def measure(self, concurrency: int) -> RunFigures:
-        """Return the figures of one point. Raises `PenstockError` where it came to nothing."""
+        """Run one point, and return its figures. Raises `PenstockError` if a request failed."""
 
 
 OpenEngine = Callable[[LayoutPoint], AbstractAsyncContextManager[SweptEngine]]
@@ -98,7 +99,7 @@ class SweepLoad:
     ] = Path("sweep.jsonl")
 
     def requests(self, concurrency: int, vocab_size: int, seed: int) -> list[BenchRequest]:
-        """Return the load of a point. Points of one concurrency have the same prompts, others have others."""
+        """Return the load of a point. Points with another concurrency or seed have other prompts."""
         return synthetic(
             num_prompts=concurrency * self.requests_per_client,
             input_len=self.input_len,
@@ -153,7 +154,11 @@ async def sweep(
     say: Callable[[str], None],
     clock: Callable[[], float] = time.time,
 ) -> None:
-    """Measure every point that the file does not have. One that fails is recorded, and the sweep goes on."""
+    """Measure every point that the file does not have, and add its result to the file.
+
+    If a point fails, its error is added, and the next point is measured. If an engine cannot be opened, all
+    its points that are missing fail.
+    """
     for layout, concurrencies in order:
         missing = file.missing(layout, concurrencies)
         if not missing:
@@ -206,8 +211,8 @@ class SweptEngines:
     """Starts the engines of a sweep.
 
     Args:
-        given: settings of the engine that the user gave.
-        seed: of prompts.
+        given: settings of the engine that all layouts share.
+        seed: seed of the prompts.
     """
 
     def __init__(
@@ -231,7 +236,7 @@ class SweptEngines:
 
     @asynccontextmanager
     async def open(self, layout: LayoutPoint) -> AsyncIterator[SweptEngine]:
-        """Start the engine of a layout; it has ended when this is left."""
+        """Start the engine of a layout, and yield it. At the exit it is ended."""
         from penstock import AsyncLLM
 
         axes = (layout.pp, layout.tp, layout.depth, layout.micro_batches)
@@ -254,7 +259,7 @@ class SweptEngines:
 
 
 class _RunningEngine:
-    """As in the protocol."""
+    """An engine that was opened for one layout. Implements `SweptEngine`."""
 
     def __init__(
         self,
@@ -288,13 +293,13 @@ def _require_order(result: RunResult) -> None:
 
 
 def _shortened(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
-    """A round of clients, with few tokens each."""
+    """Return the first quarter of the requests, each with few tokens, to warm up an engine."""
     few = requests[: max(1, len(requests) // 4)]
     return [replace(request, output_len=min(request.output_len, _WARM_UP_TOKENS)) for request in few]
 
 
 def _choices(text: str, name: str, least: int) -> list[Choice]:
-    """Numbers, and the word "auto" wherever it stands among them."""
+    """Return the numbers of a list such as "0,1,auto". The word "auto" comes last, wherever it stands."""
     words = [word.strip() for word in text.split(",")]
     numbers = [word for word in words if word != "auto"]
     found: list[Choice] = list(whole_numbers(",".join(numbers), name, least)) if numbers else []
@@ -302,7 +307,7 @@ def _choices(text: str, name: str, least: int) -> list[Choice]:
 
 
 def _shown(load: SweepLoad, given: Mapping[str, Any]) -> dict[str, str]:
-    """What points depend on besides their axes."""
+    """Return the settings that the results of all points depend on, besides their axes, as text."""
     keys = {each.name: each.key for each in declared(*ENGINE)}
     shown = {keys.get(name, name): str(value) for name, value in given.items()}
     return {

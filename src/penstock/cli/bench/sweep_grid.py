@@ -1,10 +1,11 @@
 """The grid of a sweep, the order in which its points run, and the file that keeps their results.
 
-Points of one layout share an engine, which is started once. Layouts, and the concurrencies of each, are drawn
-from a seed, so that a machine that becomes slower in the meantime does not make the last axis look bad.
+Points of one layout share an engine, which is started once. The order of the layouts, and of the
+concurrencies of each, is drawn from a seed. So if the machine becomes slower in the meantime, no axis of the
+grid is worse off than another.
 
-The file is JSON lines: a head with the settings, then a record for each point, written when it is done. A
-sweep that was interrupted goes on behind its last whole line.
+The file has JSON lines: first one with the settings, then a record for each point, which is written when the
+point is done. A sweep that was interrupted continues after the last complete line.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class LayoutPoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The name, such as "PP 2 x TP 1, depth 1"; what was left to the engine is not in it."""
+        """The name, such as "PP 2 x TP 1, depth 1". Settings that are `auto` are not in it."""
         parts = [layout_name(self.pp, str(self.tp))]
         parts += [] if self.depth == "auto" else [f"depth {self.depth}"]
         parts += [] if self.micro_batches == "auto" else [f"{self.micro_batches} micro-batches"]
@@ -43,7 +44,7 @@ class LayoutPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers of each axis."""
+    """The values of each axis."""
 
     pp: list[int]
     tp: list[int]
@@ -53,19 +54,19 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layouts(self) -> list[LayoutPoint]:
-        """Return the layouts in the order of the axes."""
+        """The layouts; the first axis, `pp`, changes slowest."""
         axes = itertools.product(self.pp, self.tp, self.depths, self.micro_batches)
         return [LayoutPoint(pp=pp, tp=tp, depth=depth, micro_batches=count) for pp, tp, depth, count in axes]
 
     def drawn(self, seed: int) -> list[tuple[LayoutPoint, list[int]]]:
-        """Return the layouts in the order in which they run, with the concurrencies of each in theirs."""
+        """Return the layouts in the order in which they run, each with its concurrencies in their order."""
         draw = random.Random(seed)
         layouts = draw.sample(self.layouts, len(self.layouts))
         return [(layout, draw.sample(self.concurrencies, len(self.concurrencies))) for layout in layouts]
 
 
 class SweepHead(msgspec.Struct, frozen=True, kw_only=True, tag="head"):
-    """The first line: what all points share. A file goes on only under the same settings."""
+    """The first line of a file: what all points share. A sweep continues only a file with the same line."""
 
     model: str
     settings: dict[str, str]
@@ -73,10 +74,12 @@ class SweepHead(msgspec.Struct, frozen=True, kw_only=True, tag="head"):
 
 
 class SweepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="point"):
-    """The result of a point: its figures, or an error.
+    """The result of a point.
 
     Attributes:
-        at: Unix time of its end.
+        at: Unix time at which the point was done.
+        run: the figures; None if the point failed.
+        error: why the point failed.
     """
 
     layout: LayoutPoint
@@ -94,10 +97,13 @@ _lines: msgspec.json.Decoder[SweepHead | SweepRecord] = msgspec.json.Decoder(Swe
 
 
 class SweepFile:
-    """The records of a sweep, those of an earlier start too.
+    """The file of a sweep's records, which has those of an earlier start too.
+
+    Args:
+        head: the first line that the file must have; it is written if the file is new.
 
     Raises:
-        UsageError: the file cannot be read or written, is not such a file, or belongs to other settings.
+        UsageError: the file cannot be read or written, is not such a file, or has another first line.
     """
 
     def __init__(self, path: Path, head: SweepHead) -> None:
@@ -109,7 +115,7 @@ class SweepFile:
             if whole:
                 self._take(whole, head)
             self._file = path.open("ab")
-            if len(whole) < len(content):  # it was cut while it wrote its last line
+            if len(whole) < len(content):  # an earlier sweep ended while it wrote the last line
                 self._file.truncate(len(whole))
             if not whole:
                 self._append(head)
@@ -130,7 +136,7 @@ class SweepFile:
         return [number for number in concurrencies if (layout, number) not in done]
 
     def add(self, record: SweepRecord) -> None:
-        """Keep a record, on disk before this returns."""
+        """Keep a record, and write it to the file before this returns."""
         self.records.append(record)
         self._append(record)
 
@@ -156,7 +162,7 @@ class SweepFile:
 
 
 def swept_runs(grid: Grid, records: Sequence[SweepRecord]) -> tuple[list[RunFigures], list[FailedRun]]:
-    """Return the runs of a grid in the order of its axes, and the points that failed."""
+    """Return the runs of a grid in the order of its axes, with rising concurrency, and the failed points."""
     by_key = {record.key: record for record in records}
     keys = itertools.product(grid.layouts, sorted(grid.concurrencies))
     found = [by_key[key] for key in keys if key in by_key]
@@ -170,7 +176,7 @@ def swept_runs(grid: Grid, records: Sequence[SweepRecord]) -> tuple[list[RunFigu
 
 
 def _difference(first: SweepHead | SweepRecord, head: SweepHead) -> str:
-    """The first setting that differs, as the end of a sentence."""
+    """Return the first setting that differs, as the end of a sentence; "" if the file has no first line."""
     if isinstance(first, SweepRecord):
         return ""
     if first.model != head.model:
