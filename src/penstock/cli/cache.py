@@ -1,6 +1,7 @@
 """`penstock cache ls`, `stat` and `clear`: what is in a store of KV blocks, also while servers use it.
 
-Called by `cli`. Looking changes nothing, neither records nor the order in which they are given up.
+Called by `cli.program`. `ls` and `stat` change nothing, neither records nor the order in which the store
+evicts them.
 """
 
 from __future__ import annotations

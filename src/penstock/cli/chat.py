@@ -1,6 +1,6 @@
 """`penstock chat` and `penstock complete`: talk to a running server.
 
-Called by `cli`. The conversation itself is `chat_terminal`; HTTP is `cli_http`.
+Called by `cli.program`. `cli.chat_terminal` has the conversation, and `cli.http_client` the HTTP.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def complete(
 
 
 def line_reader(invocation: Invocation) -> Any:
-    """Return a reader of lines, with editing and history where input is a terminal."""
+    """Return a function that shows a prompt and reads a line, with editing and history on a terminal."""
     if invocation.stdin.isatty() and invocation.stdin is sys.stdin:
         import readline  # noqa: F401  (importing it gives `input` line editing)
 
@@ -157,7 +157,11 @@ def _plain_line(invocation: Invocation, prompt: str) -> str:
 
 
 def read_answer(events: Iterator[Mapping[str, Any]], text_of: Any) -> AnswerStream:
-    """Yield the text of a streamed answer, chunk by chunk; return how it ended."""
+    """Yield the pieces of a streamed answer, a `Thought` for those of reasoning; return how it ended.
+
+    Args:
+        text_of: returns the text in a choice of an event; "" if there is none.
+    """
     reason, tokens = "", None
     try:
         for event in events:

@@ -1,7 +1,8 @@
 """The conversation in the terminal: reads a line, streams the answer, keeps the turns.
 
-`cli_chat` makes one and runs it. It knows messages and text; HTTP is behind `ask`, so that tests need no
-server. Ctrl-C stops the answer that is being written, and keeps what has come; at the prompt it leaves.
+`cli.chat` makes a `ChatTerminal` and runs it. It works with messages and text alone; `ask` does the HTTP, so
+that tests need no server. While an answer comes, Ctrl-C stops it and keeps its text so far. At the prompt,
+Ctrl-C ends the chat.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ HELP = "/exit ends the chat, /clear starts a new one, /help shows this line. Ctr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerEnd:
-    """The end of an answer. `tokens` is None where the server did not tell."""
+    """The end of an answer. `tokens` is None if the server did not report a number."""
 
     finish_reason: str
     tokens: int | None
@@ -27,7 +28,7 @@ class AnswerEnd:
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """A piece of what the model thinks before it answers; it is shown, and no part of the conversation."""
+    """A piece of the model's reasoning before its answer. It is shown, but not kept in the conversation."""
 
     text: str
 
@@ -42,6 +43,7 @@ class ChatTerminal:
     Args:
         ask: sends the messages so far and yields the answer's text as it comes.
         read_line: shows a prompt and returns the next line; raises EOFError at the end of input.
+        system_prompt: first message of every conversation; "": there is none.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class ChatTerminal:
             self.turn(line)
 
     def turn(self, text: str) -> None:
-        """Ask one question and show its answer. A failed turn leaves the conversation as it was."""
+        """Ask one question and show its answer. If that fails, the question is taken back, with a warning."""
         self._messages.append({"role": "user", "content": text})
         try:
             answer = show_answer(self._ask(self._messages), self._invocation)
@@ -96,7 +98,7 @@ class ChatTerminal:
 
 
 def show_answer(stream: AnswerStream, invocation: Invocation) -> str:
-    """Print an answer as it comes; returns its text. Ctrl-C ends the stream and keeps what has come."""
+    """Print an answer as it comes, and return its text. Ctrl-C ends the stream and keeps the text so far."""
     pieces: list[str] = []
     was_thought = False
     with contextlib.closing(stream):

@@ -1,7 +1,7 @@
-"""The HTTPS of commands that talk to a running server: the authorities they trust, and their refusals.
+"""The HTTPS of commands that talk to a running server: the certificates they trust, and their errors.
 
-Trusted are the authorities of the system, or of `SSL_CERT_FILE` and `SSL_CERT_DIR` in the environment, and
-those of `--ca-file`. A server's name is always checked.
+Commands trust the authorities of the system, or in their place those of `SSL_CERT_FILE` and `SSL_CERT_DIR` in
+the environment, and besides them the certificates of `--ca-file`. They always check the server's name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from penstock.errors import LinkClosedError, UsageError
 
 CA_FILE_HELP = "trusted certificates besides the system's, PEM"
-_MOST_FLIGHTS = 4  # of a handshake
+_MOST_FLIGHTS = 4  # most times that a client sends something in a handshake
 _NAME_MISMATCH = frozenset(
     {62, 64}
 )  # OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH
@@ -23,7 +23,7 @@ def client_context(ca_file: Path | None) -> ssl.SSLContext:
     """Return the context of an HTTPS client.
 
     Args:
-        ca_file: certificates to trust too: of authorities, or a server's own.
+        ca_file: file of certificates to trust besides the system's: of authorities, or a server's own.
 
     Raises:
         UsageError: the file cannot be read, or holds no certificate.
@@ -46,9 +46,9 @@ def client_context(ca_file: Path | None) -> ssl.SSLContext:
 
 
 def is_trusted(server: ssl.SSLContext) -> bool:
-    """Return whether a client without `--ca-file` accepts the certificate of a server, whatever its name.
+    """Return whether a client without `--ca-file` accepts a server's certificate. The name is not checked.
 
-    The two shake hands in memory, as they would over a connection.
+    A client and the server shake hands in memory, as they would over a connection.
     """
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     trusting = client_context(None)

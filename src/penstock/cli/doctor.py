@@ -1,8 +1,8 @@
 """The commands `penstock doctor` and `penstock version`: they check if this machine is fit to serve a model.
 
-Called by `cli`. Every check is a function that returns `Finding`s and raises nothing but errors of ours; what
-it looks at comes in as an argument where a test needs another answer. Never imports torch: versions are read
-from the installed metadata.
+Called by `cli.program`. Each check is a function that returns a `Finding` or several, and raises only a
+`PenstockError`. It gets what it looks at as an argument if a test needs other values. This module never
+imports torch: it reads versions from the metadata of installed packages.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def version(*, invocation: Annotated[Invocation, Parameter(parse=False)]) -> int
 
 
 def show(findings: Iterable[Finding], invocation: Invocation) -> None:
-    """Print a line per finding, and what to do below it."""
+    """Print a line for each finding, and below it the remedy."""
     style = invocation.style
     for finding in findings:
         level = style.paint(f"{finding.level:<5}", _COLOURS[finding.level])
@@ -168,7 +168,7 @@ def check_packages(versions: dict[str, str | None]) -> Finding:
 
 
 def check_kernel(subject: str, attempt: Callable[[], None], what: str) -> Finding:
-    """Return whether the kernel, or what confines us, lets us use one of its calls."""
+    """Return whether a call of the Linux kernel works here. An old kernel or a sandbox may refuse it."""
     try:
         attempt()
     except (OSError, AttributeError) as error:
@@ -200,7 +200,7 @@ def _try_pidfd() -> None:
 
 
 def check_cpu_kernels(loaded: LoadedKernels) -> Finding:
-    """Return which of our kernels run here, and why. Nothing fails for want of them."""
+    """Return which CPU kernels of Penstock run here. If there are none, that is a warning: torch computes."""
     if loaded.library is None:
         return Finding("warn", "kernels", f"none: {loaded.reason}; {WITHOUT_KERNELS}", loaded.remedy)
     level: Level = "warn" if loaded.remedy else "ok"
@@ -219,7 +219,10 @@ def check_descriptors(limits: tuple[int, int]) -> Finding:
 
 
 def check_port(host: str, port: int) -> Finding:
-    """Return whether we can listen there. The key rule does not matter here."""
+    """Return whether the server could listen at an address.
+
+    The check is `insecure`, since it must not fail for a missing API key.
+    """
     try:
         listen(ServerConfig(host=host, port=port, insecure=True)).close()
     except PenstockError as error:
@@ -228,7 +231,7 @@ def check_port(host: str, port: int) -> Finding:
 
 
 def check_model(config: EngineConfig) -> list[Finding]:
-    """Run all checks of a model and its layout; the first failure of a step ends those that need it."""
+    """Run all checks of a model and its layout, until one raises: the others need what it has found."""
     findings: list[Finding] = []
     try:
         directory = resolve_model_directory(config.model.model)
@@ -255,7 +258,7 @@ def describe_spec(spec: ModelSpec) -> str:
 
 
 def describe_file(path: Path) -> str:
-    """Say what a GGUF file is by its own words: the format's version, the architecture and the name."""
+    """Say what a GGUF file says of itself: the version of its format, its architecture and its name."""
     from penstock.gguf.file import GgufFile  # here: numpy is slow to import
 
     file = GgufFile.open(path)
@@ -265,7 +268,7 @@ def describe_file(path: Path) -> str:
 
 
 def check_vocabulary(model: Path) -> Finding:
-    """Check the vocabulary. One that is not a `tokenizer.json` is translated, as it is for serving."""
+    """Check the vocabulary. If it is not a `tokenizer.json`, it is translated to one, as for serving."""
     file = vocabulary_file(model)
     subject = "vocabulary" if model.is_file() else file.name if file is not None else "tokenizer.json"
     if file is None:
@@ -283,7 +286,11 @@ def check_vocabulary(model: Path) -> Finding:
 
 
 def check_template(model: Path, given: str | None) -> list[Finding]:
-    """Check the chat template, which is compiled; `--chat-template` counts before the model's."""
+    """Check that the chat template can be compiled.
+
+    Args:
+        given: file of `--chat-template`, which is used in place of the model's template.
+    """
     from penstock.tokenizer.chat_template import AbsentChatTemplate  # here: tokenizers is slow to import
     from penstock.tokenizer.template_files import load_chat_template
     from penstock.tokenizer.tokenizer import AbsentTokenizer
@@ -345,7 +352,7 @@ def check_stages(config: EngineConfig) -> list[Finding]:
 
 
 def check_blocks(spec: ModelSpec, *, has_kernels: bool) -> list[Finding]:
-    """Say in which form the weights of a GGUF file are computed with."""
+    """Say in which form weights of a GGUF file are held for computing. Other weights have no finding."""
     if not isinstance(spec.quantization, BlockQuantization):
         return []
     if has_kernels:
@@ -356,7 +363,7 @@ def check_blocks(spec: ModelSpec, *, has_kernels: bool) -> list[Finding]:
 
 
 def check_room(num_bytes: float, free_bytes: int) -> list[Finding]:
-    """Compare the weights of this machine's stages with the memory that is free."""
+    """Compare the weights of this machine's stages with free memory. If they fit, there is no finding."""
     if num_bytes <= free_bytes:
         return []
     text = f"weights of {num_bytes / 2**30:.1f} GiB, and {free_bytes / 2**30:.1f} GiB of memory are free"
@@ -365,7 +372,7 @@ def check_room(num_bytes: float, free_bytes: int) -> list[Finding]:
 
 
 def check_gpus(devices: Iterable[str], num_gpus: int) -> list[Finding]:
-    """Return findings about GPUs that ranks are to run on and that are missing; numbers begin at 0."""
+    """Return a finding if ranks are to run on GPUs that this machine does not have: GPUs count from 0."""
     wanted = {device for device in devices if device.startswith("cuda")}
     missing = sorted(device for device in wanted if int(device.partition(":")[2] or 0) >= num_gpus)
     if not missing:
@@ -384,17 +391,17 @@ def _describe_stage(ranks: Sequence[RankConfig], spec: ModelSpec) -> str:
 
 
 def _parameters(rank: RankConfig, spec: ModelSpec) -> int:
-    """Return the numbers of a rank's stage, all ranks that share it together."""
+    """Return how many weights the stage of a rank has, in all its ranks together."""
     return spec.stage_parameters(rank.start_layer, rank.end_layer)
 
 
 def _stored_item_size(rank: RankConfig, spec: ModelSpec) -> float:
-    """Return the bytes of a number as it is computed with, before it is quantised at load."""
+    """Return the mean bytes of a weight after it is read, and before any quantisation at load."""
     return ITEM_SIZES[rank.dtype] if spec.quantization is None else spec.quantization.mean_bits / 8
 
 
 def _held_bytes(rank: RankConfig, spec: ModelSpec, *, has_kernels: bool) -> float:
-    """Return the least memory of this machine that a rank's weights take; none for those on a GPU."""
+    """Return the least bytes of this machine's memory that a rank's weights take; 0 for a rank on a GPU."""
     if rank.device.startswith("cuda"):
         return 0.0
     size = {"int8": 1.0, "int4": 0.5}.get(rank.quantization) or _stored_item_size(rank, spec)

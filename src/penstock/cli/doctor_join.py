@@ -1,6 +1,7 @@
 """The command `penstock doctor --join`: whether this host could serve as a worker, and the way to the head.
 
-Called by `cli.doctor`. `hosts.network.visiting` looks; here is said what it means, and what to do about it.
+Called by `cli.doctor`. `hosts.network.visiting` visits the head and measures; this module says what the
+results mean, and what to do about them.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ NO_JOIN = JoinSettings()
 
 
 def check_join(settings: JoinSettings) -> list[Finding]:
-    """Run all checks of a head and of the way to it; none where no head is given.
+    """Run all checks of a head and of the network paths to it; none if no head is given.
 
     Raises:
         UsageError: a setting cannot be used.
@@ -82,10 +83,10 @@ def check_join(settings: JoinSettings) -> list[Finding]:
 
 
 def findings_of(visited: Visited, address: str = "") -> list[Finding]:
-    """Say what a visit means.
+    """Return what a visit of a head means for this host.
 
     Args:
-        address: that is fixed for this host's links.
+        address: the address that `--address` fixes for this host's links; "" if it fixes none.
     """
     head_whole, own_whole = not visited.unreached_at_head, not visited.unreached_here
     return [
@@ -100,10 +101,14 @@ def findings_of(visited: Visited, address: str = "") -> list[Finding]:
 def _ports(
     subject: str, checked: CheckedPorts, unreached: dict[int, str], host: str, leads_other_way: bool
 ) -> Finding:
-    """Whether the link ports of a host are reached by the other one.
+    """Return whether the other host reaches the link ports of a host.
 
     Args:
-        leads_other_way: those of the other host are, so that links can be dialled from this one.
+        subject: first words of the finding.
+        checked: the ports, and those that could be checked.
+        unreached: reasons by port, for the ports that are not reached.
+        host: name of the host that has the ports.
+        leads_other_way: whether this host reaches the ports of the other one, and so can dial all links.
     """
     if not checked.ports:
         remedy = "Stop the program that listens there, or give another range with --link-ports on that host."
@@ -119,7 +124,15 @@ def _ports(
 
 
 def _links(to_head: Survey, from_head: Survey, address: str) -> list[Finding]:
-    """A line for each way that leads to the head, the one that would be used first, and its MTU."""
+    """Return a finding for each network path to the head, and one for the MTU of the path that is used.
+
+    The path that links would use comes first.
+
+    Args:
+        to_head: paths on which this host dialled the head.
+        from_head: paths on which the head dialled this host.
+        address: as for `findings_of`.
+    """
     if not to_head.open:
         return [_no_link(to_head, from_head)]
     allowed = [one for one in to_head.open if address in ("", one.pair.own.address)]
@@ -158,7 +171,7 @@ def _shown(one: MeasuredPair) -> str:
 
 
 def _mtu(used: MeasuredPair) -> Finding:
-    """Whether packets of the size that both interfaces promise pass."""
+    """Return whether packets arrive that are as large as both interfaces allow."""
     own, other = used.pair.own, used.pair.other
     least = min(own.mtu, other.mtu)
     if 0 < used.mtu < least:

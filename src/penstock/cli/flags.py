@@ -1,8 +1,8 @@
 """The flags of commands: those that a command writes down itself, and those that the configs declare.
 
-`flag` makes one. `with_settings` gives a command a flag for each setting of some configs; what a user gives
-of them reaches the command as keyword arguments by the names of the configs' fields. `config.declared` and
-`cli.settings` make configs of these; `cli.help` and `cli.sources` read the flags.
+`flag` makes one flag. `with_settings` gives a command a flag for each setting of some configs. The values
+that a user gives reach the command as keyword arguments, by the names of the configs' fields. Of these
+`config.declared` and `cli.settings` make configs. `cli.help` and `cli.sources` read the flags.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cyclopts import Parameter
 
 from penstock.config.declared import Config, Declared, declared
 
-SERVED_ENV = "PENSTOCK_MODEL_NAME"  # for clients; PENSTOCK_MODEL is the server's directory
+SERVED_ENV = "PENSTOCK_MODEL_NAME"  # for clients; PENSTOCK_MODEL is the model that a server is to serve
 
 Command = TypeVar("Command", bound=Callable[..., int])
 
@@ -28,10 +28,15 @@ def flag(
     leading_hyphen: bool = False,
     negative: str = "",
 ) -> Parameter:
-    """Return a flag: one line of help, its names (the first is the key in TOML), and the help page it is on.
+    """Return a flag. If a user gives it twice, the last value counts.
 
-    Given twice, the last one counts. `env` replaces the environment names that follow from the names.
-    With `leading_hyphen` a value may look like a flag; `negative` is the name that switches it off.
+    Args:
+        help_text: its line of help.
+        names: its names; the first one, without dashes, is the key in a settings file.
+        group: the help page that shows it.
+        env: the only environment variable for it; None: one for each name.
+        leading_hyphen: whether a value may look like a flag.
+        negative: name of the flag that switches it off; "": there is none.
     """
     return Parameter(
         name=list(names),
@@ -48,7 +53,7 @@ def with_settings(*configs: Config, without: Collection[str] = ()) -> Callable[[
     """Return a decorator of commands that take the settings of these configs as `**given`.
 
     Args:
-        without: settings that the command has in a form of its own.
+        without: names of settings for which the command has flags of its own.
     """
 
     def decorate(command: Command) -> Command:

@@ -1,7 +1,8 @@
 """The help screens: a first screen that fits 24 lines, `--help all`, and `--help GROUP`.
 
-`cli` asks for a screen before cyclopts sees the command line. Flags, defaults and environment names come from
-the settings that are parsed; nothing is written twice. Plain text: no colours, so that it can be searched.
+`cli.program` asks for a screen before cyclopts sees the command line. Flags, defaults and environment names
+are read from the flags that cyclopts parses, so that they are written only once. Screens are plain text
+without colours, so that they can be searched.
 """
 
 from __future__ import annotations
@@ -106,10 +107,10 @@ _PAGES_IN_A_ROW = 6
 
 @dataclass(frozen=True, slots=True)
 class CommandHelp:
-    """The help of one command beside its flags.
+    """The help of one command, besides that of its flags.
 
     Attributes:
-        common: the flags of the first screen; empty shows all of them there.
+        common: the flags on the command's first screen; if it is empty, that screen shows all flags.
     """
 
     usage: str
@@ -356,7 +357,7 @@ def _all_lines(flags: Sequence[Argument], groups: Sequence[str]) -> Iterator[str
 
 
 def _table(flags: Sequence[Argument]) -> list[str]:
-    """One line per flag: name, value, meaning, default, environment name."""
+    """Return a line for each flag: name, value, meaning, default, and environment variable."""
     left = [f"  {_short_name(flag)} {_metavar(flag.hint)}".rstrip() for flag in flags]
     middle = [f"{_meaning(flag)} {_default(flag)}".rstrip() for flag in flags]
     wide, wider = max(map(len, left)), max(map(len, middle))
@@ -390,7 +391,7 @@ def _default(argument: Argument) -> str:
 
 
 def _meaning(argument: Argument) -> str:
-    """The help text, with the choices where they are too long for the column of values."""
+    """Return the help text; in its place the choices, if they are too long for the column of values."""
     choices = ", ".join(get_args(argument.hint)) if get_origin(argument.hint) is Literal else ""
     return choices if _metavar(argument.hint) == "NAME" else str(argument.parameter.help)
 

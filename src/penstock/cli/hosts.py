@@ -1,8 +1,9 @@
 """The commands `penstock hosts ls`, `revoke`, `revoke-tokens` and `new-token`, about admission to a head.
 
-Called by `cli`, on the machine of the head. The first three read and change the book in the head's state
-directory (`trust.admission`), which the head reads each second. `new-token` makes what a head makes at its
-first start, for heads that are handed it. The commands never show a token.
+Called by `cli.program`, on the machine of the head. The first three read or change the book in the head's
+state directory (`trust.admission`); a running head looks into it each second. `new-token` makes the cluster's
+identity and a join token, as a head does at its first start, for heads that are given both. No command shows
+a token.
 """
 
 from __future__ import annotations

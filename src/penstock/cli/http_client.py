@@ -1,7 +1,8 @@
 """The HTTP of commands that talk to a running server: a JSON call, and a stream of events.
 
-Used by `cli_chat`, `chat_terminal` and `bench.online` (for the model list). Standard library only, blocking,
-one connection per call. `bench.http_stream` is the client for many streams at once.
+Used by `cli.chat`, `cli.trace`, `cli.bench.online` and `cli.bench.observed_server`. Calls block; each opens a
+connection of the standard library's HTTP client. `cli.bench.http_stream` is the client for many streams at
+once.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _KINDS: Mapping[int, type[PenstockError]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModelCard:
-    """One entry of /v1/models. Sizes are None where the server does not tell them."""
+    """One entry of /v1/models. Sizes are None if the server does not report them."""
 
     id: str
     max_model_len: int | None
@@ -60,7 +61,13 @@ class ServedModelCard:
 def served_model(target: Target, name: str | None, timeout_s: float = 30.0) -> ServedModelCard:
     """Return the card of the named model, or of the first that the server lists.
 
-    Raises `NotFoundError` naming the models there are; `PeerError` kinds when the server does not answer.
+    Args:
+        name: name of a model; None: the first that the server lists.
+
+    Raises:
+        NotFoundError: the server does not serve such a model; the error names those that it serves.
+        PeerError: the server does not answer, or not as it should.
+        PenstockError: the server refuses the request.
     """
     listing = get_json(target, "/v1/models", timeout_s)
     cards = [entry for entry in listing.get("data") or [] if isinstance(entry, dict) and entry.get("id")]
@@ -82,9 +89,11 @@ def served_model(target: Target, name: str | None, timeout_s: float = 30.0) -> S
 def wait_ready(
     target: Target, timeout_s: float, clock: Callable[[], float], sleep: Callable[[float], None]
 ) -> None:
-    """Return when /health says ready, or is not there at all.
+    """Wait until /health no longer answers 503. A server without /health counts as ready.
 
-    Raises `WaitTimeoutError` with the server's reason, and `LinkClosedError` at once when nothing listens.
+    Raises:
+        WaitTimeoutError: the server was not ready in time; the error has the server's reason.
+        LinkClosedError: no server listens at the address; this is raised at once.
     """
     deadline = clock() + timeout_s
     while True:
@@ -109,7 +118,7 @@ def _health(target: Target) -> tuple[int, str]:
 
 
 def first_key(keys: str) -> str:
-    """Return the key to send, of a setting that may list several for the server."""
+    """Return the first key of a setting: it may be the server's, which lists several keys with commas."""
     return keys.split(",")[0].strip()
 
 
@@ -118,7 +127,7 @@ def _count(value: object) -> int | None:
 
 
 def get_json(target: Target, path: str, timeout_s: float) -> dict[str, Any]:
-    """Return the JSON object at `path`. Raises `PenstockError` kinds."""
+    """Return the JSON object at `path`. Raises a `PenstockError` if the server does not answer with one."""
     connection = _connect(target, timeout_s)
     try:
         answer = _exchange(connection, target, "GET", path, None)
@@ -143,7 +152,11 @@ def stream_json(
     """Yield the events of a streaming POST, each a JSON object, up to `[DONE]`.
 
     Closing the iterator closes the connection, which ends the request in the server.
-    Raises what the server answered, an in-stream error included, and `LinkClosedError` for a cut stream.
+
+    Raises:
+        PenstockError: the error that the server answered, in place of the stream or within it.
+        LinkClosedError: the stream ended before `[DONE]`.
+        WaitTimeoutError: nothing came for `timeout_s` seconds.
     """
     connection = _connect(target, timeout_s)
     try:
@@ -179,7 +192,7 @@ def _connect(target: Target, timeout_s: float) -> http.client.HTTPConnection:
 def _exchange(
     connection: http.client.HTTPConnection, target: Target, method: str, path: str, body: bytes | None
 ) -> http.client.HTTPResponse:
-    """Send and read the head of the answer; anything but 200 is raised as an error."""
+    """Send a request, and return the answer before its body is read. Raises an error unless it is 200."""
     answer = _ask(connection, target, method, path, body)
     if answer.status != 200:
         raise _refusal(answer.status, answer.read(_MAX_ERROR_BYTES))

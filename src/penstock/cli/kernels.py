@@ -1,7 +1,7 @@
 """`penstock kernels build` and `penstock kernels clear`: the compiled CPU kernels of this machine.
 
-Called by `cli`. Building also loads the library here and tests it on a known product; no torch is needed for
-that, and none is imported. Which kernels a model uses is decided elsewhere (`--kernels`).
+Called by `cli.program`. `build` also loads the library into this process and tests it on a known product.
+That needs no torch, and torch is not imported. `--kernels` decides which kernels a model uses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.kernels.cpu.build_cache import BuildCache, FolderUnusableError, ca
 from penstock.kernels.cpu.compiler import Built, Machine, build
 from penstock.kernels.cpu.library import LoadedKernels, load_built
 
-AHEAD_SECONDS = 900.0  # nobody waits for it, so a slow machine may take its time
+AHEAD_SECONDS = 900.0  # most time for the compiler: no start waits for it, so a slow machine may take long
 
 
 def kernels_build(*, invocation: Annotated[Invocation, Parameter(parse=False)]) -> int:
@@ -57,6 +57,6 @@ def _show(built: Built, loaded: LoadedKernels, invocation: Invocation) -> None:
 
 
 def _report(message: str, remedy: str, invocation: Invocation) -> int:
-    """Say what failed and what to do, as every error is said; 1 because it is no bug of ours."""
+    """Print what failed and what to do, in the form of every error. Return 1: this is not a bug of ours."""
     report_error(PenstockError(message, remedy=remedy), invocation)
     return 1

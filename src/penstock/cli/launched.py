@@ -1,9 +1,10 @@
 """Decides whether a `penstock worker` that a launcher has started becomes the head or a worker.
 
 The first process becomes the head: it runs `penstock serve` with the words that its user has put behind `--`,
-and with those that follow from the launcher. The others join it as workers, wait for it as long as it takes
-to start, and end when it has been away for a while, since a launcher waits for all that it has started. They
-get the token from the file that the head writes, which all hosts must see. Used by `cli.worker`.
+and with flags that follow from the launcher. The other processes join it as workers. They get the token from
+the file that the head writes, which all hosts must see. They wait `AWAIT_HEAD_S` for the head to start, and
+end when it has been away for `HEAD_AWAY_S`, since a launcher waits for all that it has started. Used by
+`cli.worker`.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ from penstock.hosts.launchers.places import Launcher, Place, place_of
 from penstock.trust.token_prompt import AwaitedTokens, GivenTokens, Tokens, environment_token
 
 AWAIT_HEAD_S = 600.0  # the head's host may be the last to be ready
-HEAD_AWAY_S = 30.0  # longer than a head that starts anew, and short for whoever waits for the job to end
+HEAD_AWAY_S = 30.0  # longer than a head takes to restart, and short for a user who waits for the job's end
 
 Run = Callable[[Sequence[str], Invocation], int]
 
 
 class Launched:
-    """One process of several, or the only one.
+    """One process of `penstock worker`, which a launcher has started among several, or a user alone.
 
     Args:
-        launcher: what has started it; None: a user.
-        environment: of the process.
-        join: address of the head, as the user gives it; "" where the launcher says it.
-        discover: the head is looked for in the local network.
+        launcher: the launcher that the command line names; None: a user has started the process.
+        environment: environment of the process.
+        join: address of the head, as the user gives it; "": the launcher's first host is the head.
+        discover: whether to look for the head in the local network.
 
     Raises:
-        UsageError: this launcher has not started it; or the head's address is not known.
+        UsageError: the environment is not that of the launcher, or the head's address is not known.
 
     Attributes:
-        head: address of the head; None: it is to be looked for.
-        patience_s: for which the head is waited for at the beginning.
-        away_limit_s: for which the head may be away afterwards.
+        head: address of the head; None: look for it in the local network.
+        patience_s: seconds to wait for the head to start.
+        away_limit_s: seconds without the head after which the worker ends, once it has joined.
     """
 
     def __init__(
@@ -63,24 +64,26 @@ class Launched:
         return self._place.number == 0
 
     def name(self) -> str:
-        """Return the name of this host: what the launcher calls it, or the machine's name and its number."""
+        """Return this host's name: the launcher's, or the machine's with the process's number if launched."""
         own = self._place.host or own_host_name("")
         return own if self._place.host or not self._is_launched else f"{own}-{self._place.number}"
 
     def tokens(self, path: Path | None, settle: Callable[[], object]) -> Tokens:
-        """Return the source of the join token: the file that is named, the environment, or a user.
+        """Return the source of the join token: the named file, else the environment, else the user.
 
-        A process that was launched cannot ask a user.
+        A process that was launched cannot ask a user. It needs the token in a file, for which it waits, or in
+        the environment.
 
         Args:
-            settle: as `GivenTokens` has it.
+            path: the named file; None: no file is named.
+            settle: returns when all output so far is written, as for `GivenTokens`.
         """
         if token := environment_token(path, self._environment):
             return token
         return AwaitedTokens(_shared(path), AWAIT_HEAD_S) if self._is_launched else GivenTokens(path, settle)
 
     def require_no_words(self, words: Sequence[str]) -> None:
-        """Refuse words behind `--` where nobody is to serve them."""
+        """Raise `UsageError` for words behind `--`, unless a launcher has started this process."""
         if words and not self._is_launched:
             raise UsageError(
                 f"`penstock worker` takes no {words[0]!r}: the head decides what is served.",
@@ -88,11 +91,12 @@ class Launched:
             )
 
     def serve(self, words: Sequence[str], token_file: Path | None, run: Run, invocation: Invocation) -> int:
-        """Run as the head: run `penstock serve`.
+        """Run `penstock serve` as the head, and return its exit code.
 
         Args:
-            words: words of its command line, the model first.
-            run: runs a command line.
+            words: the words behind `--`, the model first.
+            token_file: file that the head writes the join token to.
+            run: runs a command line of `penstock`.
         """
         if not words:
             raise UsageError(
@@ -107,7 +111,7 @@ class Launched:
 
 
 def _shared(token_file: Path | None) -> Path:
-    """Return the file; refuses where there is none, since a launcher starts hosts that nobody sits at."""
+    """Return the token's file. Raises `UsageError` if there is none: no user can be asked on these hosts."""
     if token_file is None:
         raise UsageError(
             "no join token is given.",
@@ -118,7 +122,7 @@ def _shared(token_file: Path | None) -> Path:
 
 
 def _refuse_beside_discover(launcher: Launcher | None, join: str) -> None:
-    """Refuse to look for a head whose address is given."""
+    """Raise `UsageError` if the head's address is given, by `--join` or by a launcher."""
     given = "--join" if join else f"--{launcher}"
     if join or launcher:
         raise UsageError(

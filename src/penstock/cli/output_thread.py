@@ -1,11 +1,11 @@
-"""Writes to standard output and error from a thread: a stopped terminal or a full disk holds up nobody [R16].
+"""Writes output and errors from a thread: a stopped terminal or a full disk blocks no other thread [R16].
 
-    say ──▶ [ what waits, bounded ] ──one after the other──▶ thread ──▶ descriptor
+    say ──▶ [ texts that wait, bounded ] ──one after the other──▶ thread ──▶ descriptor
                    │ full, or the write fails
-                   └──▶ counted, and said once something can be written again
+                   └──▶ the text is dropped; a line says how many were, once something can be written again
 
-`penstock worker` and `penstock serve` speak in this way: their loops have heartbeats to send. The thread
-holds no lock of Python's streams, so that a program can end while the thread is held up.
+`penstock worker` and `penstock serve` write in this way, since their loops must send heartbeats in time. The
+thread holds no lock of Python's streams, so that a program can end while the thread is blocked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple, TextIO, cast
 from penstock.cli.terminal import Invocation
 
 MAX_WAITING = 1000
-CLOSE_S = 1.0  # for what is left to be written
+CLOSE_S = 1.0  # most time to write at the end what still waits
 
 
 class _Text(NamedTuple):
@@ -30,15 +30,15 @@ class _Text(NamedTuple):
 
 
 class OutputThread:
-    """Writes texts in their order, without ever keeping anybody waiting.
+    """Writes texts in their order; a caller never waits for a text to be written.
 
     Args:
         invocation: has the streams to write to.
-        say_dropped: writes to a stream how many texts were not written; by default a line.
-        max_waiting: texts that wait at most.
+        say_dropped: writes to standard output how many texts were not written; None: as a line of text.
+        max_waiting: most texts that wait; further texts are dropped.
 
     Attributes:
-        invocation: the one given, but its output and errors are written by the thread.
+        invocation: a copy of the given one, whose output and errors are written by the thread.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class OutputThread:
         self._max_waiting = max_waiting
         self._changed = threading.Condition()
         self._waiting: deque[_Text] = deque()
-        self._num_dropped = 0  # behind all that wait
+        self._num_dropped = 0  # texts that were dropped after all that wait
         self._is_idle, self._is_closed = True, False
-        self._num_unsaid = 0  # dropped before what is written now; of the thread alone
+        self._num_unsaid = 0  # texts dropped before the one that is written now; only the thread uses this
         self.invocation = replace(
             invocation,
             stdout=cast(TextIO, _QueuedStream(self._stdout, self._show)),
@@ -64,21 +64,24 @@ class OutputThread:
         self._thread.start()
 
     def settle(self, timeout_s: float = CLOSE_S) -> bool:
-        """Wait until all is written, for so long at most; whether it is."""
+        """Wait until all texts are written, for `timeout_s` at most; return whether they are."""
         with self._changed:
             return self._changed.wait_for(lambda: self._is_idle, timeout_s)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Give what waits so long to be written, and end. A thread that is held up ends with the process."""
+        """Let the thread write what waits, for `timeout_s` at most, and end it.
+
+        A thread that is still blocked then ends with the process.
+        """
         is_settled = self.settle(timeout_s)
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         if is_settled:
-            self._thread.join(timeout_s)  # others may have spoken meanwhile, and hold it up
+            self._thread.join(timeout_s)  # with a limit: a text that came meanwhile may block the thread
 
     def _show(self, text: _Text) -> None:
-        """Have it written; where too many wait it is dropped, and counted."""
+        """Let a text wait to be written; drop it if too many wait, or the one before was dropped."""
         with self._changed:
             if len(self._waiting) < self._max_waiting and not self._num_dropped:
                 self._waiting.append(text)
@@ -102,7 +105,7 @@ class OutputThread:
             self._changed.notify_all()
 
     def _await_texts(self) -> tuple[deque[_Text], int]:
-        """Return what waits, once something does, and how many were dropped behind it."""
+        """Wait for texts, and return those that wait and how many were dropped after them."""
         with self._changed:
             if not self._waiting and not self._num_dropped:
                 self._note_idle()
@@ -112,23 +115,23 @@ class OutputThread:
             return texts, num_dropped
 
     def _put(self, each: _Text) -> None:
-        """Write a text behind the word of those that were dropped before it."""
+        """Write a text, after a line about texts that were dropped before it. Drop it if that fails."""
         try:
             if self._make_up():
                 each.stream.write(each.text)
                 each.stream.flush()
                 return
         except OSError:
-            pass  # as where a word cannot be written
+            pass  # the text is dropped, as it is if the line cannot be written
         self._num_unsaid += 1
 
     def _make_up(self) -> bool:
-        """Say what was dropped, if anything was; whether nothing is left to be said."""
+        """Write how many texts were dropped, if any were. Return False if that cannot be written now."""
         try:
             if self._num_unsaid:
                 self._say_dropped(self._stdout, self._num_unsaid)
                 self._num_unsaid = 0
-        except OSError:  # with the next text perhaps
+        except OSError:  # tried again before the next text
             return False
         return True
 
@@ -142,8 +145,8 @@ class _QueuedStream(io.TextIOBase):
     """A stream whose texts are written later.
 
     Args:
-        stream: where they are written in the end.
-        show: takes them.
+        stream: the stream to which the texts are written in the end.
+        show: takes each text, with that stream.
     """
 
     def __init__(self, stream: TextIO, show: Callable[[_Text], None]) -> None:
@@ -151,20 +154,20 @@ class _QueuedStream(io.TextIOBase):
         self._show = show
 
     def write(self, text: str) -> int:
-        """Have the text written."""
+        """Pass the text on without waiting until it is written."""
         self._show(_Text(self._stream, text))
         return len(text)
 
     def isatty(self) -> bool:
-        """Return whether it is a terminal."""
+        """Return whether texts are written to a terminal."""
         return self._stream.isatty()
 
 
 class PlainStream(io.TextIOBase):
-    """A text stream that writes to a descriptor at once and has no buffer: nothing of it is left at the end.
+    """A text stream that writes to a descriptor at once. It has no buffer, so nothing is left at the end.
 
     Args:
-        stream: whose descriptor it is; stays the caller's.
+        stream: the stream whose descriptor is used; the caller keeps it open.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -173,14 +176,14 @@ class PlainStream(io.TextIOBase):
 
     @classmethod
     def of(cls, stream: TextIO) -> TextIO:
-        """Return one for the stream, or the stream itself where it has no descriptor."""
+        """Return a plain stream for the stream, or the stream itself if it has no descriptor."""
         try:
-            return cast(TextIO, cls(stream))  # of files it has the methods that are used here
+            return cast(TextIO, cls(stream))  # it has those methods of files that are used here
         except (OSError, AttributeError, ValueError):
             return stream
 
     def write(self, text: str) -> int:
-        """Write all of it; raises OSError where that cannot be."""
+        """Write the whole text. Raises `OSError` if it cannot be written."""
         left = memoryview(text.encode(self._encoding, "backslashreplace"))
         while left:
             left = left[os.write(self._fd, left) :]

@@ -1,8 +1,16 @@
 """The `penstock` program: finds the command, reads its settings, runs it, and ends with an exit code.
 
-Called by the console script. Commands live in modules of their own, which are imported when they run, so that
-`penstock --help` is quick. Exit codes: 0 done, 1 a check failed, 2 usage, 3 model, 4 memory or disk, 5 peer,
-port, store or hub, 70 bug, 130 interrupted. Never imports torch.
+Called by the console script. Commands have modules of their own, which are imported when they run, so that
+`penstock --help` is quick. This module never imports torch. Exit codes:
+
+    0    done
+    1    a check failed, or the user declined
+    2    usage
+    3    model, also one that the hub does not have
+    4    memory or disk
+    5    peer, port, store or hub
+    70   bug
+    130  interrupted
 """
 
 from __future__ import annotations
@@ -118,9 +126,10 @@ def run(argv: Sequence[str], invocation: Invocation) -> int:
 
 
 def _plain_spelling(argv: Sequence[str]) -> list[str]:
-    """Return the words with vLLM's other spellings written as ours; values stay as they are.
+    """Return the words with some spellings of vLLM replaced by ours; values stay as they are.
 
-    They are `-pp 2`, underscores in the names of flags, and several values behind one `--served-model-name`.
+    These spellings are `-pp 2`, underscores in the names of flags, and several values behind one
+    `--served-model-name`.
     """
     words: list[str] = []
     for position, word in enumerate(argv):
@@ -137,12 +146,13 @@ def _plain_spelling(argv: Sequence[str]) -> list[str]:
 def _one_name_each(words: Sequence[str]) -> list[str]:
     """Return the words with `--served-model-name` before each of its values.
 
-    Only where the model comes first, as in `serve MODEL`: else the last of the values is the model.
+    This is done only if the model comes first, as in `serve MODEL`. Otherwise the last word may be the model
+    and not a name.
     """
     if list(words[:1]) != ["serve"] or words[1:2] == [] or words[1].startswith("-"):
         return list(words)
     spread: list[str] = []
-    is_named = False  # the words that come are names
+    is_named = False  # whether the next words are names
     for word in words:
         if word.startswith("-"):
             is_named = word.partition("=")[0] == _NAMES_FLAG

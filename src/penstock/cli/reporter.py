@@ -1,8 +1,7 @@
 """The lines that `penstock serve` shows while it starts, runs and ends: plan, stages, address, errors.
 
-`cli.serve` hands one of these to the supervisor as its `Reporter`. On a terminal the loading of all stages
-shares one line that is written again; elsewhere every line stands for itself. Says nothing about single
-requests.
+`cli.serve` gives the supervisor a `ServeReporter` or a `JsonReporter`. On a terminal one line, which is
+rewritten, shows the loading of all stages; elsewhere each line is written once. Requests are not shown.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ PROGRESS_EVERY_S = 5.0
 
 
 class LoadingLine:
-    """The progress of all stages: on a terminal one line written again, elsewhere a line now and then."""
+    """The progress of all stages: on a terminal one line that is rewritten, elsewhere a line now and then."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
         self._stream = stream
@@ -63,7 +62,7 @@ class LoadingLine:
             self._stream.flush()
 
     def clear(self) -> None:
-        """Take the line away before another one is printed."""
+        """Remove the line from the terminal, before another line is printed."""
         if self._shown:
             self._stream.write(_CLEAR_LINE)
             self._shown = False
@@ -112,7 +111,7 @@ class ServeReporter:
             self._invocation.say(line)
 
     def _begin(self) -> None:
-        """Show the plan before the first news: there is none before the model was found."""
+        """Show the settings before the first event, which comes only after the model was found."""
         if not self._has_begun:
             self._has_begun = True
             self._invocation.say(*plan_lines(self._engine, self._server))
@@ -127,7 +126,7 @@ class ServeReporter:
 
 
 class JsonReporter:
-    """Shows a supervisor's events as JSON lines, with the time of each."""
+    """Shows a supervisor's events as JSON lines with their times, but of loading only the end."""
 
     def __init__(self, stream: TextIO, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
         self._stream = stream
@@ -142,7 +141,7 @@ class JsonReporter:
 
 
 def plan_lines(engine: EngineConfig, server: ServerConfig) -> list[str]:
-    """Return version, model, stages and limits; never a key."""
+    """Return the first lines of a start: version, model, stages and limits, but not the keys."""
     sizes = engine.parallel.tp_sizes
     tp = str(sizes[0]) if len(set(sizes)) == 1 else ",".join(map(str, sizes))
     replicas = engine.parallel.data_parallel_size
@@ -181,9 +180,9 @@ def curl_example(address: str, name: str, server: ServerConfig, prompt_form: Pro
 
 
 def _is_certificate_trusted(server: ServerConfig) -> bool:
-    """Return whether curl accepts the server's certificate, if it has any, without being told of it."""
+    """Return whether curl needs no `--cacert` for the server: it has a trusted certificate, or plain HTTP."""
     try:
         context = tls.server_context(server)
-    except UsageError:  # its file has changed since the start
+    except UsageError:  # the certificate's file has changed since the start
         return True
     return context is None or is_trusted(context)

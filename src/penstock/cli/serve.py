@@ -1,7 +1,8 @@
 """`penstock serve`: from settings to a running supervisor.
 
-Called by `cli`; runs `engine.supervisor.supervisor` in the calling (main) thread, since children die with the
-thread that made them. Decides nothing about processes itself.
+Called by `cli.program`. The supervisor (`engine.supervisor.supervisor`) runs in the calling, main thread,
+since child processes end with the thread that started them. The supervisor, not this module, decides about
+processes.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def run_supervisor(engine: EngineConfig, server: ServerConfig, reporter: Reporte
     from penstock.process.service_manager import service_notifier
 
     for each in declared(ServerConfig):
-        if each.setting.is_secret:  # it is in the config now; children need none
+        if each.setting.is_secret:  # the config has it now; child processes must not find it
             for name in each.environment_names:
                 os.environ.pop(name, None)
     show_threads_on_request()
@@ -89,7 +90,10 @@ def run_supervisor(engine: EngineConfig, server: ServerConfig, reporter: Reporte
 
 
 def _forget_unwritten(stream: TextIO) -> None:
-    """What a full disk did not take would else be tried again at exit, and change the exit code."""
+    """Flush a stream, or drop what a full disk does not take.
+
+    Python would try again at exit, and change the exit code.
+    """
     try:
         stream.flush()
     except OSError:

@@ -1,7 +1,6 @@
-"""The settings of `penstock serve`: from what a user has given to the config of the HTTP front.
+"""The settings of `penstock serve`: from what a user has given to the config of the HTTP server.
 
-The settings themselves are declared by the structs of `config`; the engine's config is made by
-`config.declared`.
+The structs of `config` declare the settings; `config.declared` makes the config of the engine.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class ProgramConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def configured_server(given: Mapping[str, Any]) -> ServerConfig:
-    """Return the config of the HTTP front, with the keys read.
+    """Return the config of the HTTP server, with the keys of files read.
 
     Raises:
         UsageError: a setting is out of range, or a file of keys cannot be used.
@@ -65,7 +64,8 @@ def read_keys(path: Path | None, name: str = "--api-key-file") -> list[str]:
     """Return the keys of a file, one a line; blank lines and lines that start with `#` are left out.
 
     Args:
-        name: of the flag, for errors.
+        path: the file; None: there are no keys.
+        name: the flag, for errors.
     """
     if path is None:
         return []

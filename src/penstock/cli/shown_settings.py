@@ -1,6 +1,6 @@
-"""The settings in force, as they are shown: to the user as TOML that can be fed back, to clients as values.
+"""The settings in force, as they are shown: to the user as TOML for `--config`, to clients as values.
 
-Called by `cli.serve`. No secret is among them.
+Called by `cli.serve`. Secrets are left out.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The sources of settings: flag, then environment, then TOML file, then default.
 
-`cli` gives a `SettingSources` to cyclopts as its config step: it runs after the flags are read, fills what
-they left open, and notes the source of every setting in the invocation. `cli.shown_settings` shows them.
-Does not check values: the settings' types and the configs do.
+`cli.program` gives a `SettingSources` to cyclopts as a config step. It runs after the flags are read, fills
+the settings that no flag has set, and notes the source of every setting in the invocation.
+`cli.shown_settings` shows the sources. Values are not checked here, but by cyclopts and by the configs.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _NOT_IN_FILES = frozenset({"config", "print-config"})
 
 
 def key_of(argument: Argument) -> str:
-    """Name of a setting in TOML and in reports: its first flag without dashes, or `model`."""
+    """Return the name of a setting in TOML and in reports: its first flag without dashes, or `model`."""
     return argument.name.lstrip("-").lower()
 
 
 def environment_names(argument: Argument) -> list[str]:
-    """Return the names of a setting in the environment, the one for its help first."""
+    """Return the environment variables of a setting; help screens show the first one."""
     own = argument.parameter.env_var
     if own:
         return [own] if isinstance(own, str) else list(own)
@@ -54,7 +54,8 @@ class SettingSources:
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
         settings = [argument for argument in arguments if argument.parse and argument.name != "*"]
         for argument in settings:
-            # cyclopts has read the names that settings have of their own (`flag(env=...)`); below all are.
+            # cyclopts has read the variables that `flag(env=...)` names. They are read again below, so that
+            # all variables are treated alike.
             argument.tokens[:] = [token for token in argument.tokens if token.source != "env"]
             if argument.has_tokens:
                 self._invocation.origins[key_of(argument)] = "flag"
@@ -74,7 +75,7 @@ class SettingSources:
                 return
 
     def _leave_one_stage_whole(self, settings: list[Argument]) -> None:
-        """Drop the layers per stage that the environment asks for, where there is one stage."""
+        """Drop the layers per stage that the environment asks for, if there is only one stage."""
         by_key = {key_of(argument): argument for argument in settings}
         layers, stages = by_key.get("partition"), by_key.get("pipeline-parallel-size")
         if layers is None or stages is None or not self._is_of_environment("partition"):
@@ -133,7 +134,11 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _fill(argument: Argument, value: Any, where: str) -> None:
-    """Give the setting a value from outside the command line, as if it had been typed."""
+    """Give a setting a value from the environment or the file, as if it had been typed.
+
+    Args:
+        where: the place of the value, for errors.
+    """
     many = argument.token_count()[1]
     if argument.hint is bool:
         argument.append(

@@ -1,7 +1,7 @@
 """The surroundings of one run of the command line: streams, environment, colours and error output.
 
-`cli` makes the one `Invocation` of a run and hands it to the command; tests make their own with string
-streams. Does not parse flags (`cli`, `cli.sources`) and does not print help (`cli.help`).
+`cli.program` makes the one `Invocation` of a run and gives it to the command; tests make their own with
+string streams. `cli.program` and `cli.sources` parse flags, and `cli.help` makes help screens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CODES = {"red": "31", "green": "32", "yellow": "33", "bold": "1", "dim": "2"}
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """The colours for one stream; plain text where it is not a terminal or `NO_COLOR` is set."""
+    """The colours for one stream. There are none if it is not a terminal, or `NO_COLOR` is set."""
 
     enabled: bool
 
@@ -43,12 +43,12 @@ class Style:
 
 @dataclass(slots=True, kw_only=True)
 class Invocation:
-    """One run of `penstock`: the ports to the world and where each setting came from.
+    """One run of `penstock`: its streams, its environment, and the source of each setting.
 
     Attributes:
-        environ: the environment; secrets are taken out of it once they are read.
+        environ: a copy of the environment at the start, with its secrets.
         origins: setting name -> "flag", "environment NAME", "file PATH" or "default"; filled while parsing.
-        verbose: `-v` was given: show stack traces.
+        verbose: whether to show stack traces, as `-v` asks.
     """
 
     stdout: TextIO
@@ -78,7 +78,7 @@ class Invocation:
 
 
 def printable(text: str) -> str:
-    """Return text from outside with control characters visible, so that it cannot steer a terminal or log."""
+    """Return text with visible control characters, so that text from outside cannot control a terminal."""
     return "".join(char if char in "\n\t" or char.isprintable() else _visible(char) for char in text)
 
 
@@ -116,7 +116,7 @@ def exit_code_of(error: PenstockError) -> int:
 
 
 def _in_flag_words(error: PenstockError) -> str:
-    """The message with the field name of a settings value written as the flag that sets it."""
+    """Return the error's message; a field of a config at its beginning becomes the flag that sets it."""
     field_name = error.param or ""
     is_field = field_name and not field_name.startswith("-")
     if not isinstance(error, UsageError) or not is_field or not error.message.startswith(field_name + " "):
@@ -129,10 +129,10 @@ def _in_flag_words(error: PenstockError) -> str:
 
 
 def report_error(error: BaseException, invocation: Invocation) -> int:
-    """Print what happened, why and what to do; the exit code of the program.
+    """Print what happened, why and what to do, and return the exit code of the program.
 
-    Our own errors carry what and why in the message. Any other exception is a bug of ours: 70. The stack
-    trace is printed with `-v` only.
+    The message of a `PenstockError` says what happened and why. Any other exception is a bug of ours, with
+    exit code 70. The stack trace is printed only with `-v`.
     """
     style = Style.for_stream(invocation.stderr, invocation.environ)
     if invocation.verbose:

@@ -1,7 +1,7 @@
 """`penstock trace`: what the stages of a running server did in the last seconds.
 
-Called by `cli`. Saves the trace that `server.routes.debug` serves, for Perfetto, and prints its report of
-bubbles.
+Called by `cli.program`. It saves the trace that `server.routes.debug` serves, for Perfetto, and prints the
+report of bubbles that comes with it.
 """
 
 from __future__ import annotations

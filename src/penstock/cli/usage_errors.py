@@ -1,7 +1,7 @@
 """The errors of a command line in our own words: no text of the command-line library reaches a user.
 
-Called by `cli.program` for an error of the library. A flag of vLLM, SGLang or llama.cpp is answered from
-`config.foreign_flags` before one that is spelled alike is looked for.
+Called by `cli.program` for an error of the library. For a flag of vLLM, SGLang or llama.cpp the error comes
+from `config.foreign_flags`; only for other flags it names a flag of ours that is spelled alike.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ _NAMES_OF_TYPES = {bool: "true or false", int: "a whole number", float: "a numbe
 def usage_error(
     error: CycloptsError, command: tuple[str, ...], words: Sequence[str], flags: Collection[str]
 ) -> UsageError:
-    """Return what the library found wrong, as what happened and what to do.
+    """Return our error for an error of the library: what is wrong with the command line, and what to do.
 
     Args:
+        command: words of the command's name.
         words: the command line.
-        flags: every name of a flag that the command has.
+        flags: all names of all flags of the command.
     """
     called = f"penstock {' '.join(command)}"
     title, page = f"`{called}`", f"`{called} --help all` lists the flags."
@@ -63,10 +64,12 @@ def usage_error(
 
 
 def refuse_fractions(app: App, command: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Refuse 1.5 where a whole number belongs, which the library would round. A config step of it, the last.
+    """Refuse a value such as 1.5 for a whole number, which the library would round.
+
+    `cli.program` gives this to the library as its last config step.
 
     Raises:
-        CoercionError: names the setting and its value; `usage_error` says it in our words.
+        CoercionError: a value has a fraction; `usage_error` makes our error of it.
     """
     for argument in arguments:
         types_taken = list(_types(argument.hint))
@@ -112,7 +115,7 @@ def _kinds(hint: Any) -> Iterator[str]:
 
 
 def _types(hint: Any) -> Iterator[Any]:
-    """Yield the types that a single value may be of, `Literal` ones whole."""
+    """Yield the types that a single value may have. A `Literal` with all its choices counts as one type."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         for part in get_args(hint):

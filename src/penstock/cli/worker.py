@@ -1,8 +1,9 @@
 """`penstock worker`: lets this host serve stages of a model whose head is elsewhere.
 
-Started by `torchrun`, `srun`, `mpirun` or a LeaderWorkerSet on all hosts at once, the first of them becomes
-the head: it runs `penstock serve` with the words behind `--`. Called by `cli`; runs `hosts.worker` in the
-main thread, since children die with the thread that made them.
+A launcher (`torchrun`, `srun`, `mpirun` or a LeaderWorkerSet) starts the command on all hosts at once. The
+first process then becomes the head: it runs `penstock serve` with the words behind `--`. Called by
+`cli.program`. `hosts.worker` runs in the main thread, since child processes end with the thread that started
+them.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def worker(
 
 
 def _launcher(**is_given: bool) -> Launcher | None:
-    """Return the launcher that is named, if one is."""
+    """Return the launcher that a flag names, or None. Raises `UsageError` if two flags name one."""
     named = [launcher for launcher in LAUNCHERS if is_given[launcher]]
     if len(named) > 1:
         raise UsageError(
@@ -140,7 +141,7 @@ def _work(
             output.invocation.say(one_line(line))
             manager.status(line)
 
-        manager.ready()  # and not once it has joined: its head may come hours later, or be away
+        manager.ready()  # before the worker joins: its head may come hours later, or be away
         head = launched.head or found_head(tokens, tell, stop)
         if head is not None:
             Worker(msgspec.structs.replace(settings, head=head), tokens, tell, stop).run()

@@ -1,6 +1,6 @@
 """`penstock ls`: the models of this machine, and which of them would run.
 
-Called by `cli`. Opens no connection and changes nothing.
+Called by `cli.program`. It opens no connection and changes nothing.
 """
 
 from __future__ import annotations

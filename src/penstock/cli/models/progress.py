@@ -1,4 +1,4 @@
-"""Shows how a download goes: one line that changes on a terminal, a line for each file elsewhere."""
+"""Shows how a download goes: by a line that is rewritten on a terminal, else by lines for each file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WIDTH = 100
 
 
 class LinesProgress:
-    """Writes a line where a file goes on from an earlier download, and one when it is here."""
+    """Writes a line if a file continues from an earlier download, and a line when the file is complete."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -42,7 +42,7 @@ class BarProgress:
     """Rewrites one line of a terminal: the file, how much of it is here, and how fast it comes.
 
     Args:
-        now: seconds of a clock that only goes forward.
+        now: returns seconds of a clock that only goes forward.
     """
 
     def __init__(self, stream: TextIO, now: Callable[[], float]) -> None:
@@ -78,7 +78,7 @@ class BarProgress:
 
 
 def progress_on(stream: TextIO, now: Callable[[], float]) -> Progress:
-    """Return the progress that suits a stream."""
+    """Return the display for a stream: a line that is rewritten on a terminal, else lines."""
     return BarProgress(stream, now) if stream.isatty() else LinesProgress(stream)
 
 

@@ -1,7 +1,7 @@
-"""`penstock pull`, and `--download` of `penstock serve`: a model of the hub, into the local cache.
+"""`penstock pull`, and `--download` of `penstock serve`: they download a model of the hub into the cache.
 
-Called by `cli`. These are the only two commands of Penstock that open a connection to a hub; `hub` is
-imported when they run.
+Called by `cli.program` and `cli.serve`. No other command of Penstock opens a connection to a hub. `hub` is
+imported only when they download.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def pull(
 
 
 def download_if_absent(model: str, invocation: Invocation) -> None:
-    """Download a model of the hub that is not on this machine; leave every other one as it is.
+    """Download a model if its name is one of the hub and no model of this name is on this machine.
 
     Raises:
-        HubError, DiskSpaceError: it is not here, and cannot be downloaded.
+        HubError, DiskSpaceError: the model is not here, and cannot be downloaded.
     """
     name = ModelName.parse(model)
     if name is None or not name.is_of_hub or os.path.exists(os.path.expanduser(model)):

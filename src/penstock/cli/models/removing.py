@@ -1,6 +1,6 @@
 """`penstock rm`: removes models from the hub's cache.
 
-Called by `cli`. Asks first; says what it has freed.
+Called by `cli.program`. It asks first, except with `--yes`, and says how much was freed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The verdict whether a model of this machine would run here, from its configuration and size.
 
-Opens no weights, and of a GGUF file the header alone. `penstock doctor MODEL` looks closer.
+Of a model only the configuration is read, which in a GGUF file is the header, and no weights. `penstock
+doctor MODEL` looks closer.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ Runs = Literal["yes", "no", "too large"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The facts known of a model without opening it.
+    """The verdict on a model.
 
     Attributes:
-        architecture: as its configuration, or the header of a GGUF file, names it; "" where it names none.
-        reason: why it would not run; "" where it would.
+        architecture: the architecture that the configuration or the header of a GGUF file names; "": none.
+        runs: whether the model would run here; "too large": it would, with more free memory.
+        reason: why the model would not run; "" if it would.
     """
 
     architecture: str
@@ -32,10 +34,10 @@ class Verdict:
 
 
 def verdict_of(entry: Entry, free_bytes: int) -> Verdict:
-    """Return whether Penstock's own layers know the family, and whether the weights fit into memory.
+    """Return whether Penstock has layers of its own for a model, and whether its files fit into memory.
 
     Args:
-        free_bytes: of memory that weights may take.
+        free_bytes: bytes of memory that weights may take.
     """
     if entry.kind == "incomplete":
         return Verdict(architecture="", runs="no", reason="its download is not complete; pull it again")
@@ -50,12 +52,12 @@ def verdict_of(entry: Entry, free_bytes: int) -> Verdict:
 
 
 def _architecture(entry: Entry) -> str:
-    """Return the architecture of a model that we have. Raises `ModelError` for every other one."""
+    """Return the architecture of a model. Raises `ModelError` if Penstock's own layers cannot run it."""
     return load_spec(entry.path, "penstock").architecture
 
 
 def _declared(entry: Entry) -> str:
-    """Return what a model calls itself; "" where that cannot be read."""
+    """Return the architecture that a model names; "" if that cannot be read."""
     try:
         if entry.kind == "GGUF":
             return GgufFile.open(entry.path).metadata.text("general.architecture", "")

@@ -1,8 +1,9 @@
 """`penstock plan`: how a model would be laid out, and why; serves nothing.
 
-Called by `cli`. With `--devices` it plans for devices that need not be there (`cli.plans.plan_devices`).
-Without, it shows which layers each stage would hold under `--partition auto`: it measures the stages, or
-takes what was measured before, as `penstock serve` would; with `--hosts` it waits for the workers first.
+Called by `cli.program`. With `--devices` it plans for devices that need not be there
+(`cli.plans.plan_devices`). Without `--devices`, it shows which layers each stage would hold under
+`--partition auto`: it measures the stages, or uses what was measured before, as `penstock serve` would. With
+`--hosts` it waits for the workers first.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def plan(
             remedy="Add --devices, such as --devices here.",
             param="json",
         )
-    # A topology file that says layers goes before: what is asked is whether others would be better.
+    # `--partition`, and layers in a topology file, are ignored: the question is which layers would be best.
     given.pop("partition", None)
     config = configured_engine(given, model).with_partition("auto")
     if config.parallel.pipeline_parallel_size == 1:
@@ -62,7 +63,7 @@ def plan(
         )
     speaker = Speaker(invocation.say)
     with contextlib.closing(open_hosts(config, Voices(speaker.note, speaker.caution))) as gathered:
-        gathered.gather([])  # those that the model would be served on, where there are several
+        gathered.gather([])  # waits for the workers, if there are several hosts
         settled = settle_partition(config, gathered.hosts, speaker)
     invocation.say(_how_to_serve(settled.parallel.partition, given.get("topology")))
     return 0

@@ -1,7 +1,8 @@
 """`penstock plan --devices`: the layout that a model should have on devices, and what it would do there.
 
-Called by `cli.plans.plan`. Devices that are described need not be there (`layouts.estimate`); those of this
-machine are measured (`layouts.measured`), and those of hosts that have joined are what the hosts say.
+Called by `cli.plans.plan`. Devices may be described by the user, and then need not be there
+(`layouts.estimate`). They may be this machine, whose stages are measured (`layouts.measured`), or the hosts
+that join, which say what devices they have.
 """
 
 from __future__ import annotations
@@ -55,8 +56,10 @@ def plan_for_devices(
     """Print the plan. Returns 0.
 
     Args:
-        text: of `--devices`.
+        text: value of `--devices`.
+        concurrency: requests at once.
         given: settings of the engine that the user gave.
+        as_json: whether to print the plan as JSON.
     """
     if not 1 <= concurrency <= _MAX_CONCURRENCY:
         raise UsageError(
@@ -83,7 +86,8 @@ def plan_for_devices(
 def load_of(config: EngineConfig, sizes: ModelSizes, concurrency: int) -> Load:
     """Return the load for which layouts are judged.
 
-    Requests that run at once hold a row each, unless the user says how many rows there are.
+    If `--max-num-seqs` has its default, it is raised to `concurrency` if needed, so that all requests can run
+    at once; so too the tokens of a plan.
     """
     scheduler = config.scheduler
     if scheduler.max_num_seqs == SchedulerConfig().max_num_seqs < concurrency:
@@ -101,7 +105,7 @@ def load_of(config: EngineConfig, sizes: ModelSizes, concurrency: int) -> Load:
 
 
 def _wanted(given: Mapping[str, Any], config: EngineConfig) -> Wanted:
-    """What the user has fixed; a topology file fixes stages and ranks."""
+    """Return what the user has fixed of the layout. A topology file fixes stages and ranks."""
     parallel = config.parallel
     fixed = set(given)
     has_file = given.get("topology") is not None
@@ -114,10 +118,13 @@ def _wanted(given: Mapping[str, Any], config: EngineConfig) -> Wanted:
 
 
 class _Question:
-    """What a user wants to know of a model.
+    """The question of a user about one model: in which layout it should run on some devices.
 
     Args:
-        wanted: what is fixed of the layout.
+        config: the user's settings of the engine.
+        sizes: the sizes of the model.
+        load: the load for which layouts are judged.
+        wanted: what the user has fixed of the layout.
     """
 
     def __init__(self, config: EngineConfig, sizes: ModelSizes, load: Load, wanted: Wanted) -> None:
@@ -166,7 +173,7 @@ class _Question:
             (each for each in measured if each is not None), key=lambda each: each.predicted.time_per_token_s
         )
         if not estimates:
-            recommend([], devices, self._sizes)  # raises
+            recommend([], devices, self._sizes)  # raises the error that says what does not fit
         best = estimates[0]
         recommendation = Recommendation(
             best=best,
@@ -185,7 +192,7 @@ class _Question:
         )
 
     def joined(self, speaker: Speaker) -> DeviceSet:
-        """Wait for the hosts that join, and return what they have."""
+        """Wait for the hosts that join, and return their devices."""
         hosts = self._config.cluster.hosts
         if hosts < 2:
             raise UsageError(
@@ -225,7 +232,7 @@ class _Question:
         return recommend(estimates, devices, self._sizes).best
 
     def _shown(self, estimates: Sequence[Estimate], recommendation: Recommendation) -> Estimate:
-        """The recommended layout, or the best of those that the user has fixed."""
+        """Return the recommended layout, or the best layout with what the user has fixed."""
         if self._wanted.is_open:
             return recommendation.best
         allowed = wanted_estimates(estimates, self._wanted)
@@ -238,7 +245,7 @@ class _Question:
         return recommendation.best if recommendation.best in allowed else allowed[0]
 
     def _serve_flags(self) -> str:
-        """Flags besides the layout's that the plan counts on."""
+        """Return the flags, besides those of the layout, that `penstock serve` needs for this plan."""
         model, scheduler = self._config.model, self._load.scheduler
         flags = [] if model.quantization == "none" else [f"--quantization {model.quantization}"]
         flags += [] if model.max_model_len is None else [f"--max-model-len {model.max_model_len}"]

@@ -1,7 +1,8 @@
 """`penstock simulate`: what a trace of requests would meet on devices that need not be there.
 
-Called by `cli`. The engine's own scheduler and core run over simulated stages (`simulator.simulation`); this
-module reads what is asked, and shows what came of it. The simulator and numpy are imported when it runs.
+Called by `cli.program`. The engine's own scheduler and core run over simulated stages
+(`simulator.simulation`). This module makes the load and the stages of the flags, and shows the report. The
+simulator and numpy are imported only when the command runs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.simulator.replica import EngineSettings
     from penstock.simulator.simulation import FinishedRun
 
-_VOCABULARY = 32_000  # random prompts have ids below this; which ones changes nothing but what begins alike
+_VOCABULARY = 32_000  # random ids are below this; they matter only in that some prompts begin alike
 _KEPT_SPANS = 400_000  # of a timeline: about 100 MB of JSON
 _SPANS_PER_STEP = 4
 _LOSS = re.compile(r"(?:([0-9]{1,4})\.)?([0-9]{1,4})@([0-9.]{1,12}):([0-9.]{1,12})")
@@ -57,7 +58,7 @@ class SimulatedLoad(LoadShape):
     output_len: Annotated[int, flag("tokens of random outputs", "--output-len", group="load")] = 128
 
     def requests(self, seed: int) -> list[BenchRequest]:
-        """Return the load in full. Raises `UsageError`."""
+        """Return all requests. Raises `UsageError` if a flag or the trace file is bad."""
         self.require_concurrency()
         if self.trace is None:
             return self._random(100 if self.num_requests is None else self.num_requests, seed)
@@ -98,9 +99,9 @@ class SimulatedTrouble:
     ] = 0.0
 
     def losses(self, num_stages: int, num_replicas: int) -> list[StageLoss]:
-        """Return the losses.
+        """Return the losses of stages that are to happen.
 
-        Raises `UsageError` for one that cannot be read, or of a stage that does not exist.
+        Raises `UsageError` for a text that cannot be read, or a stage that does not exist.
         """
         from penstock.simulator.pipe import StageLoss
 

@@ -1,4 +1,4 @@
-"""Shows events of the supervisor and of hosts as lines, while `penstock plan` waits for them."""
+"""Shows events of the supervisor and of hosts as lines, while a command measures or waits for hosts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Speaker:
     """Shows events as they come.
 
     Args:
-        show: takes lines.
+        show: prints a line.
     """
 
     def __init__(self, show: Callable[[str], None]) -> None:

@@ -1,7 +1,7 @@
 """`penstock replay`: makes a recorded engine's decisions again, and compares them.
 
-Called by `cli`. Neither a model nor the machine is needed that it was recorded on: the engine's own core and
-scheduler get what was recorded (`replay.replayer`), and this module shows what came of it.
+Called by `cli.program`. Neither the model nor the machine of the recording is needed: the engine's own core
+and scheduler get the recorded input (`replay.replayer`), and this module shows the outcome.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def replay(
         )
     from penstock.replay.replayer import Replayer
 
-    logging.getLogger("penstock").addHandler(logging.NullHandler())  # what the log said then is not news
+    logging.getLogger("penstock").addHandler(logging.NullHandler())  # lines of the recorded engine's log
     came = Replayer(file, until=until, explain=explain).run()
     if explain is not None and came.explanation is None and came.difference is None:
         raise UsageError(
@@ -97,7 +97,7 @@ def _lines(came: Replay) -> Iterator[str]:
 
 
 def _compared(difference: PlanDifference) -> Iterator[tuple[str, str, str]]:
-    """The fields that differ; where there is one plan alone, its rows."""
+    """Yield the fields in which the two plans differ; if only one of them exists, its rows."""
     recorded, made = difference.recorded, difference.made
     if recorded is None or made is None:
         before, now = (_NONE if plan is None else _shown(plan.rows) for plan in (recorded, made))
