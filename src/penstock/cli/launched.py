@@ -3,8 +3,8 @@
 The first process becomes the head: it runs `penstock serve` with the words that its user has put behind `--`,
 and with flags that follow from the launcher. The other processes join it as workers. They get the token from
 the file that the head writes, which all hosts must see. They wait `AWAIT_HEAD_S` for the head to start, and
-end when it has been away for `HEAD_AWAY_S`, since a launcher waits for all that it has started. Used by
-`cli.worker`.
+end when it has been away for `HEAD_AWAY_S` or `--away-limit`, since a launcher waits for all that it has
+started. Used by `cli.worker`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`penstock worker`: lets this host serve stages of a model whose head is elsewhere.
 
-A launcher (`torchrun`, `srun`, `mpirun` or a LeaderWorkerSet) starts the command on all hosts at once. The
-first process then becomes the head: it runs `penstock serve` with the words behind `--`. Called by
+A launcher (`torchrun`, `srun`, `mpirun` or a LeaderWorkerSet) may start it on all hosts at once. The first
+process then becomes the head: it runs `penstock serve` with the words behind `--`. Called by
 `cli.program`. `hosts.worker` runs in the main thread, since child processes end with the thread that started
 them.
 """

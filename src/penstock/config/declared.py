@@ -2,8 +2,8 @@
 
 The command line, the settings file, the table in the docs and the arguments of `LLM` are derived from these
 lists. A struct lists its settings in the order in which `--help` shows them. A field without a `Setting`
-cannot be set from outside. A class variable with a `Setting` is not a field: `topology` and
-`speculative_config` set several fields, and `api_key_file` names a file whose lines go into `api_keys`.
+cannot be set from outside. A class variable with a `Setting` is a setting without a field, whose value goes
+into other fields: `topology`, `speculative_config`, and the two files of keys.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class HostsConfig(msgspec.Struct, frozen=True, kw_only=True):
     def require_joining(self) -> None:
         """Raise `UsageError` if there are several hosts, but no address or no token file for workers to join.
 
-        It is called for the backend `mp` alone: other backends choose both themselves.
+        It is called for the backend `mp` alone: with other backends a user need not give them.
         """
         if self.hosts > 1 and (self.listen_workers is None or self.join_token_file is None):
             missing = "--listen-workers" if self.listen_workers is None else "--join-token-file"

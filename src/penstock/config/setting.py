@@ -36,7 +36,7 @@ class Setting:
         read: makes the field's value of what the command line has read; raises `UsageError`.
         may_look_like_flag: whether a value may begin with a hyphen.
         is_secret: whether the value must never be shown.
-        is_argument: whether `LLM` has an argument of the field's name; read only for settings of the engine.
+        is_argument: whether `LLM` has an argument of the field's name. It has none of the HTTP server's.
     """
 
     group: str

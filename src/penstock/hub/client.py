@@ -77,7 +77,8 @@ class HubAddress:
 class HubClient:
     """A session with the hub, as a context manager that closes the connections.
 
-    Every method raises a kind of `HubError` if the hub refuses or cannot be reached.
+    Every method raises a kind of `HubError` if the hub refuses. If it cannot be reached, `repository` raises
+    a `HubUnreachableError`, and `content` a `TransferCutError`, after which a caller may try again.
     """
 
     def __init__(self, address: HubAddress) -> None:

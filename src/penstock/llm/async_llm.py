@@ -294,7 +294,7 @@ class _Running:
         return self.text.sampling_for(sampling, self._limits, len(prompt.token_ids))
 
     async def prove(self, sampling: SamplingParams) -> None:
-        """Check that some text can follow the grammar, if one is given. Raises as `GrammarProver.prove`."""
+        """Check the grammar of a request, if it has one. Raises what `GrammarProver.prove` does."""
         if sampling.structured_outputs is not None:
             await self._grammars.prove(sampling.structured_outputs)
 

@@ -225,8 +225,8 @@ class LLM:
         """Continue each prompt, and return the results in the order of the prompts.
 
         Args:
-            prompts: text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`, one or several. Special tokens
-                written in a text mean themselves.
+            prompts: text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`, one or several. If a text has
+                the name of a special token, it becomes that token.
             sampling_params: for all prompts, or one per prompt; None takes the model's defaults.
             use_tqdm: show the progress; None: only on a terminal, and only of several prompts.
 
@@ -270,7 +270,7 @@ class LLM:
         *,
         use_tqdm: bool | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Return the embedding of each prompt, in the order of the prompts: a vector of Euclidean length 1.
+        """Return the embedding of each prompt, in their order: a vector, by default of Euclidean length 1.
 
         Args:
             prompts: as for `generate`.
@@ -291,7 +291,7 @@ class LLM:
         pooling: Pooling | None = None,
         use_tqdm: bool | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return the pooled hidden states of each prompt as a numpy array, not divided by their length.
+        """Return the pooled hidden states of each prompt as a numpy array, by default not scaled to length 1.
 
         Args:
             pooling: which token states to pool, as in `PoolingParams`; only without `pooling_params`.

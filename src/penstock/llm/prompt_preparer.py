@@ -236,7 +236,7 @@ def normalised_sampling(sampling: SamplingParams) -> SamplingParams:
 
 
 def raw_pooling(given: G | None, pooling: Pooling | None) -> G | PoolingParams:
-    """Return the parameters of `encode`: the caller's, or parameters that do not divide by the length.
+    """Return the parameters of `encode`: the caller's, or parameters that do not scale to length 1.
 
     Args:
         given: the caller's parameters; None if there are none.

@@ -4,8 +4,8 @@
               transfer                       |7| --+              |8|
     stage 1   compute   |forward 6 ...|sample|     +->|forward 7 ...|sample|
 
-Both are made of reports of the stages (`batch.StageSpans`). `server.routes.debug` serves them, and `penstock
-trace` saves the one and prints the other. `penstock simulate` writes a trace of simulated stages.
+Trace and table are made of reports of the stages (`batch.StageSpans`). `server.routes.debug` serves them, and
+`penstock trace` saves the trace and prints the table. `penstock simulate` writes a trace of simulated stages.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def replay(
         )
     from penstock.replay.replayer import Replayer
 
-    logging.getLogger("penstock").addHandler(logging.NullHandler())  # lines of the recorded engine's log
+    logging.getLogger("penstock").addHandler(logging.NullHandler())  # warnings of the replay are not shown
     came = Replayer(file, until=until, explain=explain).run()
     if explain is not None and came.explanation is None and came.difference is None:
         raise UsageError(
