@@ -1,14 +1,19 @@
-"""The ranks of one stage, which hold shares of the same layers, and their exchanges.
+"""The exchange of tensors between the ranks of one stage, which hold shares of the same layers.
 
-    all_reduce    every rank gets the sum      after the row-parallel projections: two a layer [B5], and
-                                               one more where queries and keys are normalised over all heads
-    all_gather    every rank gets all parts    hidden states of which a link brings each rank a part, and
-                                               candidates of a vocabulary
+    all_reduce    every rank gets the sum      after the embedding, and after the row-parallel projections:
+                                               two a layer [B5]; one more a layer where queries and keys are
+                                               normalised over all heads
+    all_gather    every rank gets all parts    hidden states of which a link brings each rank a part,
+                                               candidates and logits, rows of a tied head, agreements
 
-On CPUs sums are taken in the order of the ranks, so every rank gets the same bits; on GPUs NCCL chooses the
-order. There are three implementations: `MemoryGroup` for ranks as threads, `kernels.cpu.collective` over
-memory that processes or threads share, and `torch_group` for GPUs, and for processes without our kernels. A
-rank that is alone has `SOLO`.
+Sums are taken in the order of the ranks, so every rank gets the same bits; only between processes on GPUs
+NCCL chooses the order. There are three implementations:
+
+- `kernels.cpu.collective` where our kernels run, over memory that processes or threads share
+- `MemoryGroup` for ranks that are threads, without our kernels
+- `torch_group` for ranks that are processes, without our kernels, as on GPUs
+
+A rank that is alone has `SOLO`.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ class TensorGroup(Protocol):
 
     @property
     def exchange_ns(self) -> tuple[int, int]:
-        """The nanoseconds in calls so far, and how many of them were waits for other ranks.
+        """The nanoseconds spent in calls so far, and how many of these were spent waiting for other ranks.
 
         Both are 0 in a group that does not count them.
         """
@@ -51,7 +56,8 @@ class TensorGroup(Protocol):
         The result may be `x` itself, overwritten.
 
         Raises:
-            WaitTimeoutError: another rank has not come in time; the error names it.
+            WaitTimeoutError: another rank has not come in time. The error names it, or all other ranks where
+                the implementation cannot tell which it was.
             LinkClosedError: another rank has gone, or the group was closed.
         """
         ...
@@ -64,11 +70,15 @@ class TensorGroup(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise the error of a recorded call, which could not raise it itself."""
+        """Raise the error of an earlier call that could not raise it, since it was replayed from a tape."""
         ...
 
     def rehearsing(self) -> AbstractContextManager[None]:
-        """Let this rank make calls alone within the context, as if the others brought the same tensors."""
+        """Let this rank make calls alone within the context, without the tensors of the others.
+
+        `all_gather` returns the rank's own tensor for every rank. What `all_reduce` returns has the right
+        shape, and its numbers mean nothing.
+        """
         ...
 
     def close(self) -> None:
@@ -77,13 +87,13 @@ class TensorGroup(Protocol):
 
 
 class Rehearsed:
-    """A group whose calls can be made by one rank alone, to see how long they take."""
+    """A group whose calls can be made by one rank alone, to see how much memory a step takes."""
 
     is_rehearsing = False
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Let this rank make calls alone within the context, as if the others brought the same tensors."""
+        """Let this rank make calls alone, as `TensorGroup.rehearsing` says."""
         self.is_rehearsing = True
         try:
             yield
@@ -119,7 +129,7 @@ SOLO = SoloGroup()
 def meet(group: TensorGroup) -> None:
     """Wait until all ranks have called this, with nothing to exchange; errors as for `all_gather`.
 
-    The ranks exchange one element, [1], since a call with empty tensors may not wait at all.
+    The ranks exchange one element, because a call with empty tensors might return without waiting.
     """
     if group.size > 1:
         group.all_gather(torch.zeros(1))
@@ -144,10 +154,11 @@ class MeetingPlace:
     """The place where the ranks of a group meet in one epoch; each implementation takes what it needs.
 
     Attributes:
-        table: for `MemoryGroup`: a table that all threads share.
+        table: for `MemoryGroup`: a table that all threads share; None for processes.
         memory: for `kernels.cpu.collective`: a writable buffer that all ranks share, zero at first and of
             `meeting.memory_bytes`.
-        store_path: for `torch_group`: path of a file that all ranks share, empty at first.
+        store_path: for `torch_group`: path of a file by which the ranks find each other, and in which nothing
+            is written at first. "" for threads.
     """
 
     table: Table | None = None
@@ -156,10 +167,10 @@ class MeetingPlace:
 
 
 def ordered_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of all ranks' parts in the order of the ranks, in float32, rounded once to their dtype.
+    """Return the sum of all ranks' parts: added in float32, in the order of the ranks, then cast back.
 
     Args:
-        parts: one tensor of each rank, all of one shape, which may be any.
+        parts: a tensor from each rank. They may have any shape, but all have the same.
     """
     first, *others = parts
     total = first.float()
@@ -196,7 +207,7 @@ class MemoryGroup(Rehearsed):
         assert self._table is not None, "the group was not joined"
         self._num_calls += 1
         own = (self.rank, self._num_calls)
-        # A copy: another thread may still read it when this rank writes over its `x`.
+        # A copy is exchanged, since another thread may read it after this rank has overwritten `x`.
         parts = self._table.exchange(own, x.clone(), self.size, self._name, self._timeout_s)
         return [part.to(x.device) for part in parts]
 
@@ -209,7 +220,7 @@ class MemoryGroup(Rehearsed):
 
 
 class Table:
-    """The table where each thread lays down its tensor, and takes those of the others."""
+    """The table where each thread lays down its tensor, and takes the tensors of all."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -237,7 +248,7 @@ class Table:
                 absent = [index for index in range(size) if index not in parts]
                 raise missed(name, absent, None if came else timeout_s)
             self._num_taken[call] = self._num_taken.get(call, 0) + 1
-            # Only the last rank clears a call: until then a slower rank still looks for the parts.
+            # The last rank to take the parts removes the call, together with the count of takers.
             if self._num_taken[call] == size:
                 del self._brought[call], self._num_taken[call]
             return [parts[index] for index in range(size)]
@@ -249,7 +260,7 @@ class Table:
 
 
 def open_shared_memory(handle: MeetingHandle) -> MeetingPlace:
-    """Return the meeting place of a rank that is a process; it must keep the descriptors for the epoch."""
+    """Return the meeting place of a rank that is a process; the descriptors must stay open for the epoch."""
     return MeetingPlace(memory=map_memory(handle), store_path=store_path(handle))
 
 

@@ -1,8 +1,9 @@
 """The metadata of a GGUF file: keys, and values of the format's thirteen types.
 
-`read_metadata` parses the keys and values in a header; callers ask a `GgufMetadata` for them. A value of
-another type than the caller expects is a `CheckpointError` with file, key, expected and found. Called by
-`gguf.part`, and to read a model's configuration or vocabulary from the file. Knows the meaning of no key.
+`gguf.part` parses the keys and values in a header by `read_metadata`, and makes a `GgufMetadata` of them. The
+readers of a model's configuration and vocabulary ask that object. If a value has another type than they
+expect, it raises a `CheckpointError` with file, key, expected and found. This module knows the meaning of no
+key.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Value = Scalar | np.ndarray | list[str] | list["Value"]
 
 _MAX_KEY_BYTES = 65_535
 _MAX_NESTING = 4
-_KEY_BYTES = 13  # the fewest for a key and its value: a length, no characters, a type, a value of one byte
+_KEY_BYTES = 13  # the fewest for a key and its value: 8 for the key's length, 4 for a type, 1 for the value
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _NUMBERS: dict[int, np.dtype] = {
     0: np.dtype("<u1"),
@@ -48,7 +49,7 @@ class GgufMetadata(Mapping[str, Value]):
 
     Args:
         file: name of the file, for errors.
-        values: by key.
+        values: the values, by key.
     """
 
     def __init__(self, file: str, values: Mapping[str, Value]) -> None:
@@ -125,7 +126,7 @@ def read_metadata(header: HeaderBytes, count: int) -> dict[str, Value]:
 
 
 def metadata_room(header: HeaderBytes) -> int:
-    """Return the next number, which counts keys, after a check that the file can have so many."""
+    """Return the number of keys, which comes next; refuse one that the rest of the file has no room for."""
     return header.count(_KEY_BYTES, "a number of metadata keys")
 
 
@@ -171,7 +172,7 @@ def _checked_bools(header: HeaderBytes, content: bytes) -> np.ndarray:
 
 
 def _shown(value: Value | None) -> str:
-    """Return a value, which is not trusted, in words for an error."""
+    """Describe an untrusted value for an error: a string printably, an array by its length alone."""
     if value is None:
         return "no such key"
     if isinstance(value, np.ndarray | list):

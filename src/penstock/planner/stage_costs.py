@@ -1,7 +1,8 @@
-"""The measured costs of one rank: its seconds and bytes, as values that are sent and cached.
+"""The measured costs of one rank, in seconds and bytes: its measuring process sends them, a cache keeps them.
 
-`planner.step_timing` measures them on the rank's own device, and `planner.performance` reads them. No torch
-here.
+`planner.step_timing` measures them on the rank's own device. From them `planner.performance` and
+`planner.memory` predict how fast a split is and whether it fits, and `layouts.stage_times` the times of a
+layout. No torch here.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
         layer_s: one layer.
         fixed_s: preparing the inputs of the step; it does not depend on the number of layers.
         embed_s: the embedding; 0 on all stages but the first.
-        head_s: final norm, output head and sampling; 0 on all stages but the last.
+        head_s: final norm, output head and sampling, and the guesses of an MTP layer (multi-token prediction)
+            if the rank has one; 0 on all stages but the last.
         link_s: receiving from the stage before and sending to the next one; on the first and the last stage
             only one of the two.
     """
@@ -47,16 +49,19 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         decode: costs of decode steps, which have one token a row, by rising number of rows.
         prefill: costs of a step that computes one chunk of one prompt.
-        layer_bytes: bytes of one layer's weights, as the rank holds them.
-        end_bytes: bytes of embedding, final norm and output head, as far as the rank has them.
+        layer_bytes: bytes of the weights of the rank's first layer, as the rank holds them; all its layers
+            are taken to be as large.
+        end_bytes: bytes of all other weights: those of embedding, final norm, output head and MTP layer, as
+            far as the rank has them.
         kv_block_bytes: bytes of one block of the KV cache, for one layer.
         block_size: tokens of a block.
         available_bytes: free memory of the rank's device, or of its host if that is a CPU, before anything
             was loaded.
         num_sharers: number of ranks that share this memory.
-        num_ranks: how many of these are ranks of this stage.
+        num_ranks: how many of the `num_sharers` ranks belong to this stage.
         has_kernels: whether Penstock's CPU kernels ran, and not plain torch.
-        peak_bytes: bytes that the largest plan takes beside weights and KV cache; None: not measured.
+        peak_bytes: bytes that the rank's largest step takes in addition to weights and KV cache; None: not
+            measured.
     """
 
     decode: Annotated[list[StepCosts], msgspec.Meta(min_length=1, max_length=1024)]
@@ -72,7 +77,11 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: Count | None = None
 
     def decode_step_s(self, num_layers: int, num_rows: int) -> float:
-        """Return the seconds of a decode step, by straight lines through the measured numbers of rows."""
+        """Return the seconds of a decode step with so many rows, never less than 0.
+
+        They follow straight lines through the measured numbers of rows. If only one number was measured, a
+        step takes as long with any other.
+        """
         points = [(costs.num_tokens, costs.step_s(num_layers)) for costs in self.decode]
         return max(0.0, interpolate(points, num_rows))
 
@@ -92,7 +101,8 @@ def interpolate(points: Sequence[tuple[int, float]], x: float) -> float:
     has the same value everywhere.
 
     Args:
-        points: at least one, by rising first coordinate; if two have the same one, the second counts.
+        points: at least one, by rising first coordinate. Two may have the same one only in a faulty report;
+            then there is a result too, but it means nothing.
     """
     if len(points) == 1:
         return points[0][1]

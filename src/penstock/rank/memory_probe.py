@@ -2,9 +2,9 @@
 
     weights ─▶ small KV cache, runner ─▶ prompts that fill a plan ─▶ every row decodes and is sampled ─▶ peak
 
-Every rank measures by itself, without waiting. If ranks share a stage, each computes as if the others had
-sent it a copy of its own tensors (`TensorGroup.rehearsing`). The small cache stands for the large one that
-comes: all rows read its blocks again and again.
+Every rank measures by itself, without waiting. If ranks share a stage, each computes without the tensors of
+the others (`TensorGroup.rehearsing`). The small cache stands for the large one that comes: all rows read its
+blocks again and again.
 
 - On a GPU the whole plan runs, and torch's allocator says how much memory that took.
 - On a CPU a whole plan would take too long. One layer runs, since all layers use the same memory in turn,

@@ -1,7 +1,7 @@
-"""The stand-in for a recorder in a replay: through it, the core reads the recording in place of its machine.
+"""Takes the recorder's place in a replay: the core gets a clock, drafter and guides that repeat a recording.
 
-It gives the core a clock, a drafter and guides that answer what was recorded. The scheduler's own rules about
-guesses (how many are worth sending, which requests wait for them) run as in service.
+Guides apply the grammar of a request to its guesses (`speculation.grammar_guides`). The scheduler's own rules
+about guesses (how many are worth sending, which requests wait for them) run as in a live engine.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from penstock.speculation.grammar_guides import NoGuides
 
 
 class Playback(NoRecorder):
-    """Gives a replayed core its clock, executor, drafter and guides.
+    """Gives a replayed core a clock, a drafter and guides that repeat recorded answers.
+
+    The executor is left as it is: it repeats recorded answers itself (`replay.replayed_executor`).
 
     Args:
-        assembled: the recorded call in which the core was made.
-        answers: the answers of the record that is being replayed.
+        assembled: the record of the call in which the core was made; it names the drafter that the core had.
+        answers: the recorded answers; the replayer moves them on from record to record.
     """
 
     def __init__(self, assembled: Assembled, answers: RecordedAnswers) -> None:
@@ -45,8 +47,9 @@ class ReplayedDrafter:
     """A drafter that repeats the recorded guesses.
 
     Args:
-        answers: the answers of the record that is being replayed.
-        name, is_at_tail: those of the recorded drafter.
+        answers: the recorded answers; the replayer moves them on from record to record.
+        name: name of the recorded drafter.
+        is_at_tail: whether its guesses were made on the last stage.
     """
 
     def __init__(self, answers: RecordedAnswers, name: str, *, is_at_tail: bool) -> None:
@@ -58,24 +61,28 @@ class ReplayedDrafter:
         return self._is_at_tail
 
     def propose(self, question: Question) -> Draft:
-        """Return the recorded guess. Raises `RuntimeError` if the recorded drafter failed here."""
+        """Return the recorded guess, or no draft if no further guess is recorded.
+
+        Raises:
+            RuntimeError: the recorded drafter failed here.
+        """
         return self._answers.draft()
 
     def wants(self, question: Question, num_busy: int) -> int | None:
-        """Return the recorded number of tokens that the last stage is to guess."""
+        """Return how many tokens the last stage is to guess, as recorded; None: none, or not recorded."""
         return self._answers.wanted()
 
     def hear(self, request: int, num_known: int, token_ids: Sequence[int]) -> None:
-        """Do nothing: the guesses that the drafter made after it heard these are recorded."""
+        """Do nothing: the guesses that followed from these tokens are recorded."""
 
     def accept(self, request: int, num_drafted: int, num_accepted: int) -> None:
-        """Do nothing: the guesses that the drafter made after it learnt this are recorded."""
+        """Do nothing: the later guesses, which depended on this, are recorded."""
 
     def forget(self, request: int) -> None:
         """Do nothing: nothing is kept of a request."""
 
     def poll(self) -> Collection[int]:
-        """Return the requests for which more was guessed, as recorded."""
+        """Return the requests for which the recorded drafter had guessed more since it was last asked."""
         return self._answers.news()
 
     def wait_sources(self) -> Sequence[int]:

@@ -72,7 +72,7 @@ class SharedGroup(Rehearsed):
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Let this rank make calls alone within the context, to see how long they take.
+        """Let this rank make calls alone within the context, to see how much memory a step takes.
 
         Within it the group counts as failed: after a failed call the kernels do nothing.
         """
