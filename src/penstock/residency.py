@@ -1,4 +1,4 @@
-"""The residency table: what each KV block holds, as the core or a rank records it; a digest compares them.
+"""The residency table: what each KV block holds; core and ranks each keep one, and compare digests of it.
 
     rows       3 ──▶ request "a", written up to position 70, blocks 4 1 6
     contents   4 ──▶ block 0 of the table of "a", which "a" writes      1 ──▶ what order 17 has loaded

@@ -1,4 +1,4 @@
-"""The seam between the model and the code that computes attention.
+"""The interface between the model and the code that computes attention.
 
 `attention.cpu_paged` and `attention.cpu_latent` run our kernels; `attention.torch_paged` and
 `attention.latent_paged` run torch, on any device. The two latent ones are for models that keep one latent

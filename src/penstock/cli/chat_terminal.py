@@ -1,4 +1,4 @@
-"""The conversation in the terminal: reads a line, streams the answer, keeps the turns.
+"""The conversation in the terminal: reads a line, streams the answer, and keeps the messages so far.
 
 `cli.chat` makes a `ChatTerminal` and runs it. It works with messages and text alone; `ask` does the HTTP, so
 that tests need no server. While an answer comes, Ctrl-C stops it and keeps its text so far. At the prompt,

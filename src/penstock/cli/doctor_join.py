@@ -1,4 +1,4 @@
-"""The command `penstock doctor --join`: whether this host could serve as a worker, and the way to the head.
+"""The command `penstock doctor --join`: could this host serve as a worker, and how good is its network.
 
 Called by `cli.doctor`. `hosts.network.visiting` visits the head and measures; this module says what the
 results mean, and what to do about them.

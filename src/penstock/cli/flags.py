@@ -1,4 +1,4 @@
-"""The flags of commands: those that a command writes down itself, and those that the configs declare.
+"""The flags of commands: those that a command defines itself, and those that the configs declare.
 
 `flag` makes one flag. `with_settings` gives a command a flag for each setting of some configs. The values
 that a user gives reach the command as keyword arguments, by the names of the configs' fields. Of these

@@ -1,4 +1,4 @@
-"""`penstock worker`: lets this host serve stages of a model whose head is elsewhere.
+"""`penstock worker`: lets this host serve stages for an engine whose head is another host.
 
 A launcher (`torchrun`, `srun`, `mpirun` or a LeaderWorkerSet) may start it on all hosts at once. The first
 process then becomes the head: it runs `penstock serve` with the words behind `--`. Called by

@@ -1,4 +1,4 @@
-"""Checks that several settings share; those of numbers raise a `UsageError` that names the setting."""
+"""Checks that several settings share; if a number is out of bounds, the error names the setting."""
 
 from __future__ import annotations
 

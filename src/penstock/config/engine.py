@@ -1,4 +1,4 @@
-"""The settings of an engine, as frozen values; a constructor takes its own part, never the whole.
+"""The settings of an engine, as frozen values; each part of the engine gets only those that it uses.
 
 The command line, the environment, TOML files and the arguments of `LLM` all become an `EngineConfig`. Each
 struct checks its own values. Functions elsewhere, such as `engine.supervisor.launch.resolve`, replace "auto"

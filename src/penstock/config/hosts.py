@@ -1,4 +1,7 @@
-"""The head's settings of an engine over several hosts. Workers have flags of their own (`cli.worker`)."""
+"""The settings of an engine over several hosts, as the head (the host that serves) has them.
+
+Workers have flags of their own (`cli.worker`).
+"""
 
 from __future__ import annotations
 

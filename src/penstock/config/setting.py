@@ -1,4 +1,4 @@
-"""`Setting`: what a field of a config says of the flag that sets it.
+"""`Setting`: the description of a flag, with which a config annotates the field that the flag sets.
 
 The structs of `config` annotate each field that a user can set with a `Setting`; `config.declared` collects
 them. A setting is declared nowhere else. The command line, `--help`, the settings file, `docs/flags.md` and

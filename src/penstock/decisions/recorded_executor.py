@@ -1,4 +1,4 @@
-"""An executor that passes calls on to another one, and notes the answers while the core is in a call."""
+"""An executor that passes calls on to another one, and notes its answers for a recording."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drafter, and guides of a drafter, that pass calls on and note the answers while the core is in a call."""
+"""A drafter, and guides that apply grammars to its guesses, whose answers are noted for a recording."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class TensorGroup(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise the error of an earlier call that could not raise it, since it was replayed from a tape."""
+        """Raise the error of an earlier call that could not raise it, since kernels raise nothing."""
         ...
 
     def rehearsing(self) -> AbstractContextManager[None]:

@@ -1,8 +1,9 @@
-"""The turns of a draft model: the texts that it computes next, and its guesses.
+"""Decides for which requests a draft model computes next, and keeps the tokens that it guesses.
 
-Each turn is one step of the model over the texts that have work. A text computes tokens that it lacks keys
-and values for; if these are all, the step also guesses the next token. Guesses that turn out right stay as
-they are, with their keys and values, so that a text which is guessed well costs one token for each guess:
+The model computes in turns. Each turn is one step over the texts (requests) that have work. A text computes
+tokens that it lacks keys and values for; if these are all, the step also guesses the next token. Guesses that
+turn out right stay as they are, with their keys and values, so that a text which is guessed well costs one
+token for each guess:
 
     known     a b c                    a b c d e              a b c d e h
     guessed         d e f g                    f g                        …   f was wrong: what follows h

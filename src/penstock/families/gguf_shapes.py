@@ -1,4 +1,4 @@
-"""Whether a GGUF file has the large tensors of its model, in the shapes that its metadata say.
+"""Checks whether a GGUF file has the model's large tensors, in the shapes that the metadata state.
 
 Checked when the configuration is read: a size in the metadata that the tensors do not have is then an error
 before memory is planned or taken by it. `require_stored` is the check of one tensor, for the loader of

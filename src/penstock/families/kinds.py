@@ -1,4 +1,7 @@
-"""Names of the variants that layers know. Torch-free, because `families.spec` uses them too."""
+"""The names of the variants of layers, such as activations and norms.
+
+Torch-free, because `families.spec` uses them too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of more than text, of which the text model alone is served: it must be of one of our families.
+"""Models for more than text, of which only the text model is served; it must belong to a family we have.
 
 The configuration of the text model is a section of the file. What belongs to the whole file and not to the
 section, such as the dtype, the ids that end a text and how weights are quantised, is taken from the file.

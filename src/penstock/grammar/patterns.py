@@ -1,4 +1,4 @@
-"""The translation of regular expressions of JSON schemas (ECMAScript's) to the notation of the library.
+"""Translates regular expressions of JSON schemas (ECMAScript's) to the notation of the grammar library.
 
 The two notations agree in most parts. Rewritten is what the library would silently read in another way:
 

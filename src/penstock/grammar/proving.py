@@ -1,4 +1,4 @@
-"""Finds out whether structured output can be had as a request wants it, before the request is sent on.
+"""Finds out whether a request's grammar can be used, before the request is sent to the core.
 
 The API process (`server.routes.grammar_checks`) and `llm` call it. To prove a grammar means to build what the
 last stage will build, with the same limits of work, and to make the first mask. That happens in another

@@ -1,4 +1,4 @@
-"""The event sources that can be polled for long: a bell, and a stand-in for a connection that is replaced."""
+"""The sources that a loop polls all its life: a bell that threads ring, and a stand-in for a connection."""
 
 from __future__ import annotations
 

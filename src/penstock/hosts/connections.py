@@ -1,4 +1,4 @@
-"""Joins processes by a kind of connection that the hosts of all its ends offer."""
+"""Connects processes by a kind of connection that the hosts at all of its ends offer."""
 
 from __future__ import annotations
 

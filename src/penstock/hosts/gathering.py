@@ -1,4 +1,4 @@
-"""Gathers the hosts of an engine: this host, the head, and those of the workers that join it.
+"""Gathers the hosts of an engine: the head, which is this host, and the workers that join it.
 
 The head listens, and a starter (`hosts.launchers.starter`) gets the workers started: it shows the command
 that a user is to type on the other hosts, or has a launcher do it.

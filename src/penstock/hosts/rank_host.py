@@ -1,4 +1,4 @@
-"""The seam between the supervisor and the machines that ranks run on.
+"""The interface between the supervisor and the machines that ranks run on.
 
 The supervisor decides which rank runs on which host, which processes are connected, and what follows a loss.
 A host carries these decisions out: it starts processes, reports what they say and when they end

@@ -1,4 +1,4 @@
-"""The parts of a worker that outlast its connection to a head: its host with a spare, its log, the agent.
+"""The parts of a worker that outlast its connection to a head: its processes, its log and the agent.
 
     serve(head)       serves until the connection breaks; the agent goes on where it was, if the head knows it
     await_attempt()   waits while the worker joins; ranks go on for a while (`agent.KEEP_RANKS_S`)

@@ -1,4 +1,4 @@
-"""The block formats of GGUF files that our kernels multiply: what a weight is made of in each.
+"""The block formats of GGUF files that our kernels multiply: how each of them stores a weight.
 
 Torch-free. `kernels.block_rows` holds matrices in them, and `weights.gguf_blocks` decodes a file's bytes.
 `csrc/blocks.h` has a table of the same formats for the kernels, which adds how panels hold them. Its codebook

@@ -1,4 +1,4 @@
-"""The groups of inputs of a quantised matrix that share numbers: of weights, and of their activations.
+"""The groups of a quantised matrix's inputs that share a scale, for weights and for activations.
 
 Torch-free: asked before anything starts (`families.sharding`) and by the kernels' reference
 (`quantized_rows`).

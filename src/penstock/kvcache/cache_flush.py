@@ -1,4 +1,4 @@
-"""A flush of the cache, which lasts until all copies are over that were under way when it began [H16].
+"""A flush of the cache, which is done when all copies that were under way at its beginning are over [H16].
 
     asked ── pool: nothing is found any more ──▶ all open orders answered, or lost ──▶ done
                                                          └── store emptied as well ──▶ done

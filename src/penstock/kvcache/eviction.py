@@ -1,4 +1,4 @@
-"""Decides which cached block without a holder is evicted first.
+"""Decides which of the cached blocks that no request holds is evicted first.
 
     lru        the one that was let go longest ago
     lfu        the one that was found least often; of those the one that was let go longest ago

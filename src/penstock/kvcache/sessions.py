@@ -1,4 +1,4 @@
-"""The open sessions: conversations whose blocks are kept between turns, despite other traffic.
+"""The open sessions: conversations whose blocks are kept between requests, despite other traffic.
 
     open ──▶ a request of it ends: the blocks that it found or made are kept ──▶ … ──▶ close, or it was
                       ▲                                                      │         idle for too long

@@ -1,4 +1,4 @@
-"""The description of a namespace for people: a small record beside its blocks, which says what they are of.
+"""The description of a namespace for people: a small record that says which model its blocks belong to.
 
 A namespace is a hash, which does not show what it was made of. The catalogue writes this record again with
 all new entries (`kvstore.catalogue`), so that it is never the record used longest ago. `penstock cache` shows

@@ -1,4 +1,4 @@
-"""The rank's side of a catalogue that is not the core's: it carries out the core's calls to its host's store.
+"""Carries out, on one rank of a host, what the core asks of the catalogue of that host's own store.
 
 Where hosts have a store each, the core calls one rank of each host: to ask about the entries of blocks in its
 store, and to make and delete entries. The rank hands the calls on, and never waits: a thread of the catalogue

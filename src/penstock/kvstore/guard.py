@@ -1,4 +1,4 @@
-"""A store that cannot hurt its callers: it may only miss [R9].
+"""A guard around a store: whatever fails there, callers only see that a block is not found [R9].
 
 The guard stands around any `KVStore`. It seals what goes in and verifies what comes out, so that a wrong byte
 is never believed, and turns every exception into "not there". A store that keeps failing is switched off for

@@ -1,4 +1,4 @@
-"""The layers of which a store has the parts of a block: all, or those that the ranks of one host have.
+"""The layers for which a store keeps KV blocks: all of the model, or those of the ranks of one host.
 
 Where each host has a store to itself, the store has the layers of that host's ranks. An entry of the
 catalogue says which layers these are. Its payload is empty for all layers, as in a store of all ranks. Pure.

@@ -1,4 +1,4 @@
-"""The records in an LMDB directory on this machine: which are kept, and what happens when it fails.
+"""The records in an LMDB directory on this machine: which are kept, and what follows when LMDB fails.
 
 Several processes may have the directory open at once, reading and writing; one process opens it once.
 

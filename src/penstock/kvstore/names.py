@@ -1,4 +1,4 @@
-"""The names of records: which model, in which form, which block, which layer, which head.
+"""The names of records: which model, in which form, which block, which layer, which attention head.
 
     ┌────────────────┬────────────────────────────────┬───────┬──────┐
     │ namespace 16 B │ hash of the block 32 B         │ layer │ head │   layer and head: u16, big-endian

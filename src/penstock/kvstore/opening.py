@@ -1,4 +1,4 @@
-"""A store that is opened when it is first asked, and again when that has failed [R9].
+"""A store that is opened at its first use; if the opening fails, it is tried again at a later use [R9].
 
 Core and ranks must work without their store, also while they start. So a store is opened behind the guard,
 where a failure to open it is a miss like any other. If core and ranks are threads of one process they share

@@ -1,4 +1,4 @@
-"""The store of a host other than the head: the head needs a tier, and the host's own command line says where.
+"""The store of a worker: the head says what kind is needed, the worker's command line says where it is.
 
 The head tells the host the kind of the store, the namespace of its records and how much may be kept. Every
 host knows by itself where the store is and with which credentials it is opened: neither a path nor an address

@@ -1,4 +1,4 @@
-"""The computation of functions such as a sigmoid by torch so that a result does not depend on other numbers.
+"""Computes functions such as a sigmoid by torch so that the bits of a row do not depend on other rows.
 
 torch computes such a function for many numbers at once by vector instructions, and one by one for the numbers
 left over at the end. It also cuts long tensors into parts for threads, each with an end of its own. The two

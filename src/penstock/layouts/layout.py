@@ -1,4 +1,4 @@
-"""The layouts of a model: how many stages, ranks and replicas it has, and which layouts some devices allow.
+"""A layout of a model (its stages, ranks and replicas), and the list of layouts that given devices allow.
 
 The ranks of a stage are on devices of one host, and these devices are alike. Stages follow the order of the
 hosts, so that as few links as possible lie between hosts. `layouts.estimate` says how good a layout is.

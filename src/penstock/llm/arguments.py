@@ -1,4 +1,4 @@
-"""The arguments of `LLM` and `AsyncLLM`: from names and values to an `EngineConfig` and a `LaunchPlan`."""
+"""The arguments of `LLM` and `AsyncLLM`: they become an `EngineConfig`, and a plan of the ranks to start."""
 
 from __future__ import annotations
 

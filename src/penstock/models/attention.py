@@ -1,4 +1,4 @@
-"""The self-attention of a layer, in all variants that a `ModelSpec` can ask for but latent attention.
+"""The self-attention of a layer, in every variant of a `ModelSpec` except latent attention.
 
 Built by `models.decoder_layer`.
 """

@@ -1,4 +1,4 @@
-"""The layers of one stage, run one after the other, with embedding and head where they belong.
+"""The layers of one stage, one after the other; the first stage embeds, the last has the output head.
 
 Built by `rank.loading` from a `ModelSpec` and a layer range, filled by `weights.loader`. Parts outside
 the range are `MissingLayer`s, so that names of parameters are those of the checkpoint on every stage. The

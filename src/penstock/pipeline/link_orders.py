@@ -1,4 +1,4 @@
-"""Exchanges a rank's links to neighbouring stages for new ones, from steps on that plans name.
+"""Exchanges a rank's links to neighbouring stages for new ones, each at the step that a plan names.
 
     supervisor ──AttachLink(7, one end)──▶ both ranks, beside the plans
     core       ──plan with LinkOrder(7, first_step=N)──▶ all ranks: the two that it concerns open their ends

@@ -1,4 +1,4 @@
-"""The numbering of ranks by replica, stage, context part and tensor part.
+"""The numbering of ranks: replica by replica, and within a replica stage by stage.
 
 Ranks are numbered replica by replica (`dp`); within a replica stage by stage (`pp`); within a stage context
 part by context part (`cp`). Tensor ranks (`tp`), which share a stage's layers, are side by side:

@@ -1,4 +1,4 @@
-"""Finds the best split of the layers over the stages, exactly, from tables of costs; reads no clock.
+"""Finds the best split of the layers over the stages by an exact search in tables of costs.
 
 Called with the tables of `planner.performance`. All costs are whole nanoseconds, so that sums are exact and
 the same tables give the same split on every machine. Splits are compared by these, in this order:

@@ -1,4 +1,4 @@
-"""The start of every child process of the supervisor, and its reports.
+"""The common start of all child processes of the supervisor, and the reports that they send it.
 
 The parent writes a child's config to a pipe. From another pipe it reads JSON lines: the child's progress,
 its readiness, or the first cause of its failure. The entry points of ranks, spares, core, API process,

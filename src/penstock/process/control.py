@@ -1,4 +1,4 @@
-"""Orders from the supervisor to the core and the ranks, with the descriptors that they take.
+"""Carries orders, with file descriptors, from the supervisor to the core and the ranks.
 
 A message is one packet of JSON over a socket pair. Its descriptors travel beside the packet; in the JSON
 stands the index of each in the list of descriptors. When the socket ends, the supervisor is gone. Torch-free.

@@ -1,4 +1,4 @@
-"""The endpoints at which a process meets the others in one epoch, as it gets them over its control socket.
+"""The endpoints of an epoch: what a process receives to open its ends of connections to other processes.
 
 An endpoint is one end of a connection, as the host hands it to a process: a value of one of several kinds.
 The kind is the tag of the struct, and decides which carrier opens it (`pipeline.links.link_carriers` and

@@ -1,4 +1,4 @@
-"""The range of ports at which a host accepts links from other hosts, and a socket in it.
+"""The range of ports at which a host accepts links from other hosts; makes a socket that listens there.
 
 It owns `--link-ports` as a value. A host listens before it asks another one to dial. A dialler that is
 refused therefore knows that nobody will accept its connection later. This module serves nothing itself.

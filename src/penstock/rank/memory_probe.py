@@ -1,4 +1,4 @@
-"""Measures what the largest plan of a rank takes beside weights and KV cache, before the cache is sized.
+"""Measures how much memory the largest step of a rank takes beside weights, before the KV cache is sized.
 
     weights ─▶ small KV cache, runner ─▶ prompts that fill a plan ─▶ every row decodes and is sampled ─▶ peak
 

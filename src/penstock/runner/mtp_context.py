@@ -1,4 +1,4 @@
-"""Tracks which entries of the MTP layer's KV cache are valid.
+"""Tracks which entries of the KV cache of the MTP layer (a layer that guesses tokens) are valid.
 
 The MTP layer (a layer that guesses further tokens) does not read every token. It is not run while guesses
 would not pay, and blocks that are loaded from a store have no keys and values for it. Its entries for such

@@ -1,4 +1,4 @@
-"""The seam for state, other than a KV cache, that a row carries from token to token.
+"""The interface of state, other than a KV cache, that a row carries from token to token.
 
 Keys and values of a rejected draft (a wrong guess) are simply written over. A recurrent layer, or a head that
 drafts from hidden states, has one state for each row, and the draft has changed it already. So an

@@ -1,4 +1,4 @@
-"""The ids that would complete a bad word next; on the last stage.
+"""The ids that would complete a bad word next, on the last stage.
 
 A word is a sequence of ids. Its last id is forbidden while the newest generated tokens are its other ids.
 Only generated tokens count: a word that would begin in the prompt is not forbidden. No state is kept beside

@@ -1,4 +1,4 @@
-"""The sampler: it turns what the model's head found into token ids, on the last stage.
+"""The sampler: it turns what the output head found into token ids, on the last stage.
 
 `runner.model_runner` calls `Sampler.sample` once per step. Greedy rows and rows with a small top_k need the
 head's candidates alone, others whole logits (`sampling_rows`). Penalties, forbidden ids and grammars change

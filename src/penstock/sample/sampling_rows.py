@@ -1,4 +1,4 @@
-"""The sampling parameters of each row, in arrays indexed by row, and what they ask of the model's head.
+"""The sampling parameters of each row, in arrays indexed by row, and what they ask of the output head.
 
 A small state object of `runner.model_runner`: `add` when a request enters a row, `batch` once per step for
 the rows that are sampled. Numbers were validated when the request was accepted.

@@ -1,4 +1,4 @@
-"""Reuses the prefixes that the cache or the store holds, and names blocks that become reusable.
+"""Reuses the prefixes that the cache or the store holds, and names blocks so that they can be found.
 
     positions       0 . . . . . . . . . . . . . . .
     found           [ block ][ block ]                 computed before, by any request; not computed again

@@ -1,4 +1,4 @@
-"""Adds drafts (guessed tokens) to a plan's decodes, and makes further plans on guesses not verified yet.
+"""Adds drafts (guessed tokens) to plans, and makes further plans that build on drafts not verified yet.
 
     plan without drafts   row 3: position 70, one token            sampled once
     widened               row 3: position 70, token and 3 drafts   sampled four times, yields 1 to 4 tokens

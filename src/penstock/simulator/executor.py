@@ -1,4 +1,4 @@
-"""An executor without ranks: plans pass a simulated flow, and results come when the simulated clock says so.
+"""An executor without ranks: it takes plans, and gives results at the simulated times at which they end.
 
 `engine.core.core` calls it as it calls the executor of real ranks. The reports of the stages' times are made
 from the flow, so that the engine measures simulated links as it measures real ones.

@@ -1,4 +1,4 @@
-"""The seam for drafters, which guess the next tokens of a request.
+"""The interface of drafters, which guess the next tokens of a request.
 
 The scheduler asks a drafter for tokens when a result of a request has come, and reports how many of the last
 ones were right. A drafter decides nothing. How many of its tokens are used follows from their chance and from

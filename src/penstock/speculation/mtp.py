@@ -1,4 +1,4 @@
-"""The core's side of the MTP layer, which guesses on the last stage.
+"""The core's side of multi-token prediction (MTP): a layer of the model guesses tokens on the last stage.
 
 The MTP layer (multi-token prediction) is a layer of the checkpoint that was trained to guess the next tokens.
 Plans say for which rows the layer reads the tokens, and how many it guesses (`wants`); results bring its

@@ -1,4 +1,4 @@
-"""The choice whether windows of one request follow each other through the pipe, and how large they are.
+"""Decides whether drafts (guessed tokens) of a request go out before earlier results are back, and how many.
 
     waiting     | w0 |    |    | w1 |    |    |      a window enters when the result of the last is back
     streaming   | w0 | w1 | w2 | w3 | w4 | w5 |      it enters at once, and guesses what the last will yield

@@ -1,4 +1,4 @@
-"""The number of drafts of each row that are worth their time.
+"""Decides how many drafts (guessed tokens) of each row are worth the time that a step spends on them.
 
 A step over n tokens takes C(n) seconds. It yields one token for each row, and each draft adds, on average, as
 much of a token as its chance to be right. Drafts are added in falling order of that chance, as long as the

@@ -1,4 +1,4 @@
-"""Writes calls in the form of a model's family, and tells a model of tools if its template does not.
+"""Writes calls in the form of a model's family, and lists the tools for a model whose template does not.
 
 Some templates leave former calls out of a conversation, or do not show tools. A model that was trained for
 calls then does not see what it has done, or what it can do. So `chat_template` adds to the prompt what is

@@ -1,4 +1,4 @@
-"""Finds out how a model writes calls and thoughts from what its chat template shows of former ones.
+"""Finds out how a model writes calls and reasoning from how its chat template writes earlier answers.
 
 A template writes former answers as the model was trained to write them. So a call with arguments of several
 types is rendered, and each row of `form_table` tries to read it: the first row whose reader gives back the

@@ -1,4 +1,4 @@
-"""The table of the forms in which families of models write calls of tools and what they think.
+"""The table of the forms in which families of models write calls of tools and their reasoning.
 
 To add a form, add a row here, and its name in `config.server`. The forms are from the chat templates that
 the families publish: they show former calls as the models were trained to write them.

@@ -1,6 +1,7 @@
-"""Chooses a model's rows of the tables in `form_table`, by the server's settings and the chat template.
+"""Chooses a model's forms of calls and reasoning, by the server's settings and the chat template.
 
-The server calls `model_syntax` once, and gives the result to everything that reads or writes answers.
+The forms are rows of the tables in `form_table`. The server calls `model_syntax` once, and gives the result
+to everything that reads or writes answers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The admission to a cluster: its tokens with their uses, and the certificate of each host.
+"""The admission to a cluster: its join tokens, how many joins each allows, and each host's certificate.
 
 A certificate that is not in the book is refused; to revoke one is to remove it. The book is one private file
 in the head's state directory, written under a lock. A restart therefore neither renews a token nor forgets

@@ -1,4 +1,4 @@
-"""Ends the work of a thread that waits for a head, from another thread: the head may never answer.
+"""Lets one thread end the work of another that waits for the head, since the head may never answer.
 
     the thread that waits                      another thread
     cancellation.add(socket)                   cancellation.cancel()

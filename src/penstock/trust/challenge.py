@@ -1,4 +1,4 @@
-"""A challenge that proves both sides of a connection in plain text, by the key of an epoch.
+"""A challenge by which both ends of an unencrypted link prove themselves, with the key of an epoch.
 
 Links are in plain text only if the command lines of both hosts have `--insecure-links`. Then an attacker on
 the network can read hidden states, and change them by changing packets. But nobody can open a link without

@@ -1,4 +1,4 @@
-"""The token that lets a worker join: a secret, and the pin of the cluster that it is for.
+"""The token that lets a worker join: a secret, and the hash of the key of the cluster that it is for.
 
     A-ABCD-EFGH-…       one character for the version, then 14 groups of 4
 

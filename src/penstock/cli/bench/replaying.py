@@ -1,4 +1,4 @@
-"""Sends the requests of a load at their times, over HTTP or to an engine, and audits what came.
+"""Sends the requests of a load at their times, over HTTP or to an engine, and checks the answers.
 
 If all requests arrive at once and the requests in flight are bounded, this is a closed loop: as many clients
 as the bound says, each of which sends its next request when its last one has ended.

@@ -1,4 +1,4 @@
-"""`penstock plan --devices`: the layout that a model should have on devices, and what it would do there.
+"""`penstock plan --devices`: the layout that a model should have on devices, and how fast it would be.
 
 Called by `cli.plans.plan`. Devices may be described by the user, and then need not be there
 (`layouts.estimate`). They may be this machine, whose stages are measured (`layouts.measured`), or the hosts

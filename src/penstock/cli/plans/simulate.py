@@ -1,4 +1,4 @@
-"""`penstock simulate`: what a trace of requests would meet on devices that need not be there.
+"""`penstock simulate`: how fast a load of requests would be served on devices that need not exist.
 
 Called by `cli.program`. The engine's own scheduler and core run over simulated stages
 (`simulator.simulation`). This module makes the load and the stages of the flags, and shows the report. The

@@ -1,4 +1,4 @@
-"""Measures the time of plans between the stages and back, with the core's clock and the stages' reports.
+"""Measures how long plans spend on links between hosts, from the core's clock and reports of the stages.
 
     round trip of a plan = time in the stages + time on the wires + time in queues
 

@@ -1,4 +1,4 @@
-"""Decides when each host keeps a spare process for a rank that is lost: while the engine is whole.
+"""Decides when a host starts a spare process for a rank that may be lost: once all ranks serve.
 
 A rank that takes over a spare process saves the time to start an interpreter and to import. An engine that
 lives only for a moment never starts a spare. After a loss, the next spare is started soon after a step has

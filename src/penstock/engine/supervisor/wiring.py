@@ -1,4 +1,4 @@
-"""Connects the processes of one epoch: links, channels of messages, and the meetings of stages.
+"""Connects the processes of one epoch: links, channels of messages, and memory that a stage's ranks share.
 
 The hosts of both ends decide what a connection is made of (`hosts.connections`). A process gets the
 endpoints of its own ends and no others.

@@ -1,4 +1,4 @@
-"""The specs of Gemma: scaled embeddings; from Gemma 2 on norms on both sides, and windows in some layers.
+"""The specs of Gemma: scaled embeddings; since Gemma 2 also norms on both sides and sliding windows.
 
 Of Gemma 3 the text model is read. Called by `families.registry`.
 """

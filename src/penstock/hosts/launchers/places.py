@@ -1,4 +1,4 @@
-"""Finds the number of this process among the copies that a launcher has started, and where the first runs.
+"""Finds out which copy of a launcher's command this process is, and on which host the first copy runs.
 
 `torchrun`, `srun`, `mpirun` and Kubernetes' LeaderWorkerSet start the same command on each host. Environment
 variables say which copy a process is. Penstock takes no more from these launchers than that: the first copy

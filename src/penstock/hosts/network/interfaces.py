@@ -1,4 +1,4 @@
-"""Finds the addresses of two hosts that may be joined, the most promising first.
+"""Finds pairs of addresses by which two hosts may reach each other, the most promising first.
 
 Each host lists its own addresses with `usable_addresses`. `pair_addresses` pairs the addresses of two hosts.
 `wires_of` groups the pairs by the two interfaces: each group is a network path, or *way*, between the hosts.

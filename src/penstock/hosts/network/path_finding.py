@@ -1,4 +1,4 @@
-"""Finds the best way (network path) between each two hosts, for the head, and tells the user which it is.
+"""Finds the best way (network path) between any two hosts, for the head, and tells the user which it is.
 
     both hosts listen     each dials the other on every way, which shows which ways lead there, and which
                           host can be reached

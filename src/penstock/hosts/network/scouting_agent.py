@@ -1,4 +1,4 @@
-"""Lets an agent answer the head's questions about ways to other hosts, and go on with its work meanwhile.
+"""Lets an agent answer the head about ways (network paths) to other hosts, and go on with its work.
 
 The questions are answered one after the other in a thread, which ends with `close`. The agent waits for the
 bell and sends the answers, since its wire belongs to its own thread.

@@ -1,4 +1,4 @@
-"""A tensor group over shared memory: its sum is a kernel, and so can be recorded on a tape.
+"""A tensor group over shared memory: its sum is a kernel, so that recorded lists of calls can contain it.
 
     memory    a cache line for the group and one for each rank, then two buffers for each rank
 

@@ -1,4 +1,4 @@
-"""The vocabulary head on the CPU: logits and their best candidates in one pass over the packed weight.
+"""The output head on the CPU: logits and their best candidates in one pass over the packed weight.
 
 A model's `compute_candidates` asks `Head`; the work is done by `csrc/head.cpp`. It gives the same answers as
 `candidates.head_output_of`.

@@ -1,4 +1,4 @@
-"""The kernels as operations on tensors: run at once, or recorded on a tape.
+"""The kernels as operations on tensors: run at once, or recorded on a tape, a list of calls to replay.
 
 Layers call these methods in place of torch where a rank has kernels. Each fills an argument struct of
 `abi.h`; tensors are rows of contiguous float32 or bfloat16 in host memory. The arithmetic is in `csrc`.

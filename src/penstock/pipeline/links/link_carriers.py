@@ -1,4 +1,4 @@
-"""Chooses the carrier, the implementation that opens a link or a stage's meeting place, by kind of endpoint.
+"""Chooses the carrier (the implementation) that opens a link or a stage's meeting, by kind of endpoint.
 
 A new carrier gets a line in a table (docs/adding-a-carrier.md). Carriers of message channels, which need no
 torch, are in `pipeline.links.channel_carriers`.

@@ -1,4 +1,4 @@
-"""The carrier between hosts: a link over a stream, which keeps no stage waiting that could compute.
+"""The carrier between hosts: a link over a stream; a stage computes on while its frames are under way.
 
     stage 0 ─copies─▶ free frame ─writes─▶ TCP ─thread reads─▶ free frame ─copies─▶ stage 1
 

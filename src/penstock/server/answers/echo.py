@@ -1,4 +1,4 @@
-"""The prompt at the beginning of a completion's text, and the log-probabilities of its tokens.
+"""The prompt at the beginning of a completion's text, and the log-probabilities of the prompt's tokens.
 
 A client asks for it by `echo` in `POST /v1/completions`. A prompt that came as text is echoed as it came; a
 prompt of token ids is echoed as their text. With log-probabilities, the tokens of the prompt stand before

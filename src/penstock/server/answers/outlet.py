@@ -1,4 +1,4 @@
-"""The destination of a streamed answer's bytes: its connection, or the readers of `resumable`."""
+"""The destination of a streamed answer's bytes: its connection, or a stream that a client can resume."""
 
 from __future__ import annotations
 

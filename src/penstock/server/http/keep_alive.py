@@ -1,4 +1,4 @@
-"""The server's one-second tick: pings on silent streams, and proof that the event loop turns.
+"""The server's one-second tick: pings on silent streams, and proof that the event loop is not stuck.
 
 A ping is a comment, or an event that means nothing. One ticker serves all streams, so that a stream costs no
 timer. Tests call `tick` with a clock of their own.

@@ -1,4 +1,4 @@
-"""Which generating requests run, whether new ones are welcome, and the end of the server.
+"""Tracks which generating requests run and whether new ones are accepted, and ends the server.
 
 The server has one `Lifecycle`. A generating route calls `refuse_new` (in `generation.require_ready`) and
 enters the request at once. `health` reads the state. `api_process` calls `drain` on the first signal and

@@ -1,4 +1,4 @@
-"""Custom tools of the Responses API: the model writes a free text for them, which a grammar may bind.
+"""Custom tools of the Responses API: the model writes a free text for them; a grammar may restrict it.
 
 The model sees such a tool as a function with one argument, `input`, in the form of functions that the model
 was trained on. What the model writes as `input` is the text. A grammar of the text goes into the grammar of

@@ -1,4 +1,4 @@
-"""The checks of a request's grammars: one that cannot be built within bounds is refused, and its field named.
+"""Checks of a request's grammars: one that cannot be built is refused, and the error names its field.
 
 They are made when the prompt and the sampling parameters are known, before `responder` makes the response.
 """

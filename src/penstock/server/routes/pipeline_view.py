@@ -1,4 +1,4 @@
-"""The routes `GET /debug/pipeline`, the pipeline as it is now, and `/debug/pipeline/events`, again and again.
+"""The routes `GET /debug/pipeline`, a view of the pipeline, and `/debug/pipeline/events`, a stream of views.
 
 A view is made from the last report of each core, so that it costs the engine nothing. In the feed, it is made
 when it can be sent: a slow reader gets fewer views, and none is kept for it. The feed ends when its reader

@@ -1,4 +1,4 @@
-"""Computes the merges of a vocabulary that gives the order of its tokens, and not what they were made of.
+"""Computes the merges of a vocabulary that says in which order tokens arose, but not from which pairs.
 
 SentencePiece's BPE and tiktoken both join two neighbours again and again: those whose union ranks best among
 the tokens, and of equals the leftmost. A list of merges in the order of the tokens that they make has the
