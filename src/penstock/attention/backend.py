@@ -18,7 +18,7 @@ from penstock.kernels.cpu.ops import Sight
 
 
 class AttentionBackend(Protocol):
-    """The seam to an implementation of attention: rotation, and causal attention over paged KV of a layer."""
+    """The interface of attention in one layer: rotation, and causal attention over paged keys and values."""
 
     def attend(
         self, qkv: Tensor, angles: Any, kv: AnyKV, metadata: AttentionMetadata, sight: Sight

@@ -1,4 +1,4 @@
-"""The command `penstock doctor --join`: could this host serve as a worker, and how good is its network.
+"""The command `penstock doctor --join`: whether this host could be a worker, and how good its network is.
 
 Called by `cli.doctor`. `hosts.network.visiting` visits the head and measures; this module says what the
 results mean, and what to do about them.

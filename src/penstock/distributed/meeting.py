@@ -1,4 +1,4 @@
-"""The files in memory by which the rank processes of a stage find each other and exchange tensors.
+"""The files in memory by which the rank processes of a stage find each other, or exchange tensors.
 
 A meeting has shared memory and a store, both without a name in the file system. The host makes a meeting and
 hands its descriptors to the ranks, so that nothing is left behind however the ranks end. In the memory

@@ -3,7 +3,7 @@
 The supervisor decides which rank runs on which host, which processes are connected, and what follows a loss.
 A host carries these decisions out: it starts processes, reports what they say and when they end
 (`hosts.member`), makes its ends of connections, and knows its resources. Descriptors and process numbers stay
-behind this seam. The supervisor hands on endpoints and addresses, and opens none.
+behind this interface. The supervisor hands on endpoints and addresses, and opens none.
 
     host.start_rank(...) ──▶ member       member.hand(endpoints)   .read_status()   .kill_now()   .await_end()
     host.accept(...)     ──▶ end          end.endpoint             .end()           .close()

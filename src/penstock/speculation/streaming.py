@@ -3,10 +3,11 @@
     waiting     | w0 |    |    | w1 |    |    |      a window enters when the result of the last is back
     streaming   | w0 | w1 | w2 | w3 | w4 | w5 |      it enters at once, and guesses what the last will yield
 
-A window takes the time of a *trip* through all stages and back. When windows stream, one leaves the pipe
-every *beat*, which is the time of the slowest stage. A guess is right with chance c if all before it were. So
-there are c / (1 - c) right guesses and one token more before the first wrong guess, and c^n / (1 - c^n)
-windows of n tokens follow the first window before one is void. Tokens a second are
+A window (the tokens of a request in one step, most of them drafts) takes the time of a *trip* through all
+stages and back. When windows stream, one leaves the pipe every *beat*, which is the time of the slowest
+stage. A guess is right with chance c if all before it were. So there are c / (1 - c) right guesses and one
+token more before the first wrong guess, and c^n / (1 - c^n) windows of n tokens follow the first window
+before one is void. Tokens a second are
 
     waiting     (1 - c^n) / (1 - c)  /  trip alone(n)
     streaming    1 / (1 - c)  /  (trip(n) + beat(n) c^n / (1 - c^n))

@@ -1,4 +1,4 @@
-"""The specs of Gemma: scaled embeddings; since Gemma 2 also norms on both sides and sliding windows.
+"""The specs of Gemma: scaled embeddings; since Gemma 2 norms on both sides, sliding windows in some layers.
 
 Of Gemma 3 the text model is read. Called by `families.registry`.
 """

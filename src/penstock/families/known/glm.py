@@ -1,4 +1,4 @@
-"""The specs of GLM-4 to GLM-4.7: only a part of each head is rotated; since 4.5 many small experts.
+"""The specs of GLM-4 to GLM-4.7: attention heads are rotated only in part; since 4.5 many small experts.
 
 The experts are chosen by corrected scores. GLM-4.7-Flash has latent attention. Called by
 `families.registry`.
