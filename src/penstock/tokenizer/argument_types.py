@@ -42,7 +42,8 @@ def json_argument(text: str, types: frozenset[str]) -> str:
         return _quoted(text)
     plain = text.strip()
     value = _other_than_string(plain) or (json_number(plain) if types & _NUMBERS else "")
-    if value and (not types or _type_of(value) in _widened(types)):
+    kind = _type_of(value) if value else ""
+    if kind and (not types or kind in _widened(types)):
         return value
     return _quoted(text)
 
@@ -63,7 +64,11 @@ def json_type(value: Any) -> str:
 
 
 def _type_of(value: str) -> str:
-    return json_type(msgspec.json.decode(value.encode()))
+    """Return the JSON type of a value; "" if it cannot be decoded, such as 1e999 or half a surrogate pair."""
+    try:
+        return json_type(msgspec.json.decode(value.encode()))
+    except (msgspec.DecodeError, UnicodeError):
+        return ""
 
 
 def _widened(types: frozenset[str]) -> frozenset[str]:

@@ -246,6 +246,20 @@ def test_types_are_those_that_a_schema_declares(schema: Any, types: set[str]) ->
     assert argument_types(schema, root) == types
 
 
+@pytest.mark.parametrize(
+    ("text", "types"),
+    [
+        ("1e999", {"number"}),
+        ("-1e999", {"integer", "null"}),
+        ("[1e999]", {"array"}),
+        ("['\\ud800']", {"array"}),
+        ("{'a': 1e999}", set()),
+    ],
+)
+def test_a_value_that_no_decoder_takes_stays_the_text_that_it_is(text: str, types: set[str]) -> None:
+    assert json.loads(json_argument(text, frozenset(types))) == text
+
+
 def test_arguments_between_tags_are_typed() -> None:
     text = "<tool_call>look" + "".join(
         f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>"
