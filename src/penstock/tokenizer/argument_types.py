@@ -30,7 +30,7 @@ def argument_types(schema: Any, root: Schema) -> frozenset[str]:
         schema: the schema of the value.
         root: the schema of all arguments, in which a `$ref` finds definitions.
     """
-    return _types(schema, root, _MAX_REFERENCES)
+    return _types(schema, root, _MAX_REFERENCES, {})
 
 
 def json_argument(text: str, types: frozenset[str]) -> str:
@@ -87,11 +87,23 @@ def resolved(schema: Any, root: Schema) -> Schema:
     return {}
 
 
-def _types(schema: Any, root: Schema, num_references: int) -> frozenset[str]:
+# By the `id` of a schema and the number of references that may still be followed: the types of that schema.
+_Known = dict[tuple[int, int], frozenset[str]]
+
+
+def _types(schema: Any, root: Schema, num_references: int, known: _Known) -> frozenset[str]:
+    """Do `argument_types`. Each schema is read once, since definitions may name each other many times."""
     if not isinstance(schema, Mapping) or not num_references:
         return frozenset()
+    key = id(schema), num_references
+    if key not in known:
+        known[key] = _types_declared(schema, root, num_references, known)
+    return known[key]
+
+
+def _types_declared(schema: Schema, root: Schema, num_references: int, known: _Known) -> frozenset[str]:
     if "$ref" in schema:
-        return _types(_referred(schema["$ref"], root), root, num_references - 1)
+        return _types(_referred(schema["$ref"], root), root, num_references - 1, known)
     declared = schema.get("type")
     if isinstance(declared, str):
         return frozenset({declared}) | ({"null"} if schema.get("nullable") else frozenset())
@@ -99,11 +111,11 @@ def _types(schema: Any, root: Schema, num_references: int) -> frozenset[str]:
         return frozenset(filter(lambda name: isinstance(name, str), declared))
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            parts = [_types(part, root, num_references - 1) for part in schema[key]]
+            parts = [_types(part, root, num_references - 1, known) for part in schema[key]]
             return frozenset().union(*parts) if all(parts) else frozenset()
     if isinstance(schema.get("allOf"), list):
-        parts = [types for part in schema["allOf"] if (types := _types(part, root, num_references - 1))]
-        return parts[0] if parts else frozenset()
+        every = [_types(part, root, num_references - 1, known) for part in schema["allOf"]]
+        return next(filter(None, every), frozenset())
     return _types_of_values(schema)
 
 

@@ -260,6 +260,26 @@ def test_a_value_that_no_decoder_takes_stays_the_text_that_it_is(text: str, type
     assert json.loads(json_argument(text, frozenset(types))) == text
 
 
+class CountedDefinitions(dict[str, Any]):
+    """Definitions that count how often one of them is looked up."""
+
+    num_lookups = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.num_lookups += 1
+        return super().get(key, default)
+
+
+@pytest.mark.parametrize("keyword", ["anyOf", "oneOf", "allOf"])
+def test_definitions_that_name_each_other_often_are_read_once_each(keyword: str) -> None:
+    definitions = CountedDefinitions(
+        {f"d{depth}": {keyword: [{"$ref": f"#/$defs/d{depth + 1}"} for _ in range(9)]} for depth in range(3)}
+    )
+    definitions["d3"] = {"type": "string"}
+    assert argument_types({"$ref": "#/$defs/d0"}, {"$defs": definitions}) == {"string"}
+    assert definitions.num_lookups <= 1 + 3 * 9, "and not 9 * 9 * 9"
+
+
 def test_arguments_between_tags_are_typed() -> None:
     text = "<tool_call>look" + "".join(
         f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>"
