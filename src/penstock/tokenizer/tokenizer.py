@@ -181,7 +181,11 @@ class JsonTokenizer:
         return self._load()
 
     def _load(self) -> tokenizers.Tokenizer:
-        return tokenizers.Tokenizer.from_buffer(self._data)
+        tokenizer = tokenizers.Tokenizer.from_buffer(self._data)
+        # Left over from training in some files: prompts would be cut, or filled up, without a word.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
 
 
 class _Decoding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -42,6 +43,23 @@ def test_text_without_special_tokens_is_encoded_as_the_library_does(text: str) -
     assert (
         stories().encode(text, add_special_tokens=False) == library.encode(text, add_special_tokens=False).ids
     )
+
+
+def test_lengths_that_a_file_has_left_from_training_do_not_change_prompts() -> None:
+    plain = stories()
+    file = json.loads(shared_data("models", "stories260K").joinpath("tokenizer.json").read_bytes())
+    file["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    file["padding"] = {
+        "strategy": {"Fixed": 64},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<unk>",
+    }
+    tokenizer, text = JsonTokenizer(json.dumps(file).encode()), "Once upon a time there was a mill."
+    assert tokenizer.encode(text) == plain.encode(text)
+    assert tokenizer.encode_trusted(text) == plain.encode_trusted(text)
 
 
 def test_threads_may_encode_both_ways_at_once() -> None:
