@@ -212,10 +212,13 @@ class _Arguments:
         return self._json(schema) if types and types <= _SCALARS else "gemma"
 
     def _json(self, schema: Any) -> str:
-        """Return the expression for one argument as JSON, with definitions to which it may refer."""
-        schema = schema if isinstance(schema, Mapping) else {}
-        definitions = {key: self._schema[key] for key in _DEFINITIONS if key in self._schema}
-        return "%json " + json.dumps({**definitions, **schema, "x-guidance": _IN_JSON})
+        """Return the expression for one argument as JSON, with definitions if it may refer to them."""
+        own = {**(schema if isinstance(schema, Mapping) else {}), "x-guidance": _IN_JSON}
+        text = json.dumps(own)
+        if '"$ref"' in text:
+            definitions = {key: self._schema[key] for key in _DEFINITIONS if key in self._schema}
+            text = json.dumps({**definitions, **own})
+        return "%json " + text
 
 
 def _text_rules(rule: str, end: str, ids: Ids, before: str = "") -> Iterator[str]:

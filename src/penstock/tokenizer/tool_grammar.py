@@ -13,11 +13,12 @@ built (`grammar.matcher`).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
 
+from penstock.errors import InvalidRequestError
 from penstock.request import StructuredOutputs
 from penstock.tokenizer.framed_grammar import (
     arguments_rules,
@@ -31,6 +32,7 @@ from penstock.tokenizer.framed_grammar import (
 from penstock.tokenizer.model_syntax import ModelSyntax
 from penstock.tokenizer.tool_formats import NAME_END, ReasoningFormat, ToolFormat
 
+MAX_CHARACTERS = 8 << 20  # of the rules of all tools
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _COMPACT = {"whitespace_flexible": False}
@@ -64,7 +66,11 @@ class CallTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def call_grammar(task: CallTask, syntax: ModelSyntax) -> str:
-    """Return the grammar of an answer. `syntax.tools` may not be None."""
+    """Return the grammar of an answer. `syntax.tools` may not be None.
+
+    Raises:
+        InvalidRequestError: the grammar would be too long.
+    """
     form, ids = syntax.tools, syntax.marker_ids
     assert form is not None
     channels = syntax.reasoning if syntax.reasoning is not None and syntax.reasoning.messages else None
@@ -78,19 +84,39 @@ def call_grammar(task: CallTask, syntax: ModelSyntax) -> str:
         rules[0] = rules[0].replace("start:", "answer:", 1)
         rules.append(_thinking(syntax.reasoning, ids, is_open=task.thinks == "opened"))
     rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(task.schemas))))
-    for index, (name, schema) in enumerate(task.schemas.items()):
-        if form.frame is not None:
-            rules.append(f"call_{index}: {framed_call(form.frame, ids, name, index)}")
-        else:
-            rules.append(f"call_{index}: {_call(form, ids, name, index, text=task.text)}")
-        if form.frame is not None and form.frame.body != "json":
-            rules += arguments_rules(form.frame, ids, schema, index)
-            continue
-        spacing = _SPACING if task.text is None or not form.is_bare else _spacing_of(task.text)
-        rules.append(f"arguments_{index}: %json {json.dumps(_object_schema(schema, spacing))}")
+    rules += _bounded(_rules_of_tools(task, form, ids))
     if form.frame is not None and form.frame.body == "gemma":
         rules += gemma_rules(form.frame.quote, ids)
     return "\n".join(rules) + "\n"
+
+
+def _rules_of_tools(task: CallTask, form: ToolFormat, ids: Mapping[str, int]) -> Iterator[str]:
+    """Yield the rules of the call of each tool, and those of its arguments."""
+    for index, (name, schema) in enumerate(task.schemas.items()):
+        if form.frame is not None:
+            yield f"call_{index}: {framed_call(form.frame, ids, name, index)}"
+        else:
+            yield f"call_{index}: {_call(form, ids, name, index, text=task.text)}"
+        if form.frame is not None and form.frame.body != "json":
+            yield from arguments_rules(form.frame, ids, schema, index)
+            continue
+        spacing = _SPACING if task.text is None or not form.is_bare else _spacing_of(task.text)
+        yield f"arguments_{index}: %json {json.dumps(_object_schema(schema, spacing))}"
+
+
+def _bounded(rules: Iterable[str]) -> Iterator[str]:
+    """Yield the rules; raise once they are too long, since each argument may repeat all definitions."""
+    num_characters = 0
+    for rule in rules:
+        num_characters += len(rule)
+        if num_characters > MAX_CHARACTERS:
+            raise InvalidRequestError(
+                f"the grammar of calls of these tools has more than {MAX_CHARACTERS} characters.",
+                remedy="Give fewer tools, or fewer arguments that refer to large definitions.",
+                param="tools",
+                code="grammar_too_complex",
+            )
+        yield rule
 
 
 def reasoned_grammar(

@@ -12,7 +12,9 @@ import llguidance
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from penstock.errors import InvalidRequestError
 from penstock.request import StructuredOutputs
+from penstock.tokenizer import tool_grammar
 from penstock.tokenizer.call_writer import written_calls
 from penstock.tokenizer.detokenizer import byte_level_alphabet
 from penstock.tokenizer.form_table import REASONING_FORMATS, TOOL_FORMATS
@@ -332,3 +334,25 @@ def test_whatever_the_grammar_lets_through_the_parser_reads_as_calls(form: str) 
         else:  # it was cut at its longest
             assert "broken" in kinds or not kinds or "<think>" in text, text
     assert num_whole >= 4
+
+
+def test_definitions_are_repeated_only_for_arguments_that_refer_to_something() -> None:
+    large = {"days": {"type": "integer"}, "other": {"description": "d" * 4096}}
+    few = {"a": {"$ref": "#/$defs/days"}, **{f"b{number}": {"type": "integer"} for number in range(16)}}
+    task = CallTask(schemas={"look": {"properties": few, "$defs": large}})
+    for name in ("qwen3_coder", "lfm2"):
+        form = next(form for form in TOOL_FORMATS if form.name == name)
+        assert call_grammar(task, ModelSyntax(tools=form)).count("d" * 4096) == 1
+
+
+def test_a_grammar_that_repeats_definitions_without_end_is_refused_before_it_is_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tool_grammar, "MAX_CHARACTERS", 1 << 16)
+    many = {f"a{number}": {"$ref": "#/$defs/days"} for number in range(64)}
+    definitions = {"days": {"type": "integer", "description": "d" * 2048}}
+    form = next(form for form in TOOL_FORMATS if form.name == "qwen3_coder")
+    task = CallTask(schemas={"look": {"properties": many, "$defs": definitions}})
+    with pytest.raises(InvalidRequestError, match="more than 65536 characters") as caught:
+        call_grammar(task, ModelSyntax(tools=form))
+    assert (caught.value.param, caught.value.code) == ("tools", "grammar_too_complex")
