@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote, unquote
 
+_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")  # as RFC 6901 has it, without zeros before it
 Steps = tuple[str, ...]  # from the root of a document to a value in it: names of fields, indices of lists
 
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -66,8 +68,8 @@ def value_at(document: Any, steps: Steps) -> Any:
     for step in steps:
         if isinstance(value, dict) and step in value:
             value = value[step]
-        elif isinstance(value, list) and step.isdecimal() and int(step[:9]) < len(value):
-            value = value[int(step[:9])]
+        elif isinstance(value, list) and _INDEX.fullmatch(step) and int(step) < len(value):
+            value = value[int(step)]
         else:
             raise KeyError(step)
     return value

@@ -100,12 +100,17 @@ def test_pointers_and_data_stay_as_they_are(schema: dict[str, Any]) -> None:
         ("#in-data", "nothing is at"),
         ("d.json#/x", "nothing is at"),
         ("#/$defs/d/x", "nothing is at"),
+        ("#/anyOf/2", "nothing is at"),
+        ("#/anyOf/01", "nothing is at"),
+        ("#/anyOf/0000000001", "nothing is at"),  # its first nine digits are another index
+        ("#/anyOf/\u0661", "nothing is at"),
     ],
 )
 def test_r8_what_leads_nowhere_is_refused_by_name(reference: str, told: str) -> None:
     schema = {
         "$defs": {"d": {"$id": "d.json"}},
         "const": {"$anchor": "in-data"},
+        "anyOf": [{}, {}],
         "properties": {"a": {"$ref": reference}},
     }
     with pytest.raises(InvalidRequestError, match="has \\$ref") as raised:
