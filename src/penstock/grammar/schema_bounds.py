@@ -8,6 +8,7 @@ run no pattern of the request.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ from penstock.request import StructuredOutputs
 _IGNORED = frozenset({"additionalItems", "disallow", "divisibleBy", "extends", OPTIONS})
 # Options of the library that leave constraints unobeyed.
 _LENIENT = frozenset({"lenient", "coerce_one_of"})
+_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{\]}]', re.DOTALL)  # or a string
 
 
 def check_bounds(structured: StructuredOutputs, limits: GrammarLimits) -> None:
@@ -88,13 +90,13 @@ def _document(text: str, limits: GrammarLimits) -> dict[str, Any]:
 
 
 def _brackets(text: str) -> int:
-    """Return about how deep brackets nest. It is not exact, because brackets in strings count too."""
+    """Return how deep brackets nest; those within strings are text. A string without an end hides the rest."""
     depth = deepest = 0
-    for character in text:
-        if character in "[{":
+    for bracket in _BRACKET.finditer(text):
+        if bracket[0] in "[{":
             depth += 1
             deepest = max(deepest, depth)
-        elif character in "]}":
+        elif bracket[0] in "]}":
             depth = max(0, depth - 1)
     return deepest
 

@@ -121,6 +121,15 @@ def test_r8_depth_is_counted_in_schemas() -> None:
         check_bounds(StructuredOutputs(json=deepest), GrammarLimits(max_schema_bytes=1 << 20))
 
 
+def test_brackets_within_strings_are_not_counted() -> None:
+    intervals = {f"p{number}": {"description": r"in [0, 1), or \"{\\"} for number in range(20)}
+    check({"properties": intervals})
+    text: Any = 1
+    for _ in range(20):
+        text = {"a]}": text}
+    assert refused({"const": text}).code == "out_of_range"
+
+
 def test_references_that_lead_round_in_circles_are_read_once() -> None:
     check({"$ref": "#"})
     check({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"})
