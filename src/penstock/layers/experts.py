@@ -139,7 +139,7 @@ class RoutedExperts(nn.Module):
         ):
             return None
         gate_up, down = ([weight.product() for weight in part] for part in zip(*weights, strict=True))
-        if not have_one_form(gate_up, down):
+        if not have_one_form(gate_up, down, self._own.size):
             return None
         assert compute.kernels is not None
         shape = ExpertsShape(

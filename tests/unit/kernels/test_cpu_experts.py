@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -249,10 +250,25 @@ def test_a_token_that_is_not_finite_comes_out_so_alone(
 
 def test_experts_of_several_forms_are_taken_one_by_one() -> None:
     form = QuantizedFormat(bits=8, group_size=16, scale_dtype=torch.bfloat16, has_zeros=False)
+    wide = replace(form, group_size=32)
+    assert not is_grouped(lambda name: form if "experts.2" in name else None)
+    assert not is_grouped(lambda name: replace(form, bits=4) if "experts.2" in name else form)
+    assert not is_grouped(lambda name: wide if "experts.2.gate" in name or "experts.2.up" in name else form)
+
+
+def test_groups_of_the_own_experts_inner_values_must_be_equal() -> None:
+    form = QuantizedFormat(bits=8, group_size=16, scale_dtype=torch.bfloat16, has_zeros=False)
+    narrow = replace(form, group_size=4)
+    assert not is_grouped(lambda name: narrow if name.endswith("experts.2.down_proj") else form)
+    assert is_grouped(lambda name: narrow if name.endswith("down_proj") else form)
+    assert is_grouped(lambda name: narrow if name.endswith("shared_expert.down_proj") else form)
+
+
+def is_grouped(form_of: Callable[[str], QuantizedFormat | None]) -> bool:
     compute = Compute(
         dtype=torch.float32,
         device=torch.device("cpu"),
         kernels=CpuKernels(built(), frozenset(KERNEL_NAMES)),
-        format_of=lambda parts, in_size: form if any("experts.2" in name for name in parts) else None,
+        format_of=lambda parts, in_size: form_of(next(iter(parts))) if parts else None,
     )
-    assert not RoutedExperts(SPEC, HIDDEN, compute, "block").is_grouped
+    return RoutedExperts(SPEC, HIDDEN, compute, "block").is_grouped

@@ -103,6 +103,18 @@ def test_experts_in_blocks_are_taken_by_the_grouped_kernel(tmp_path: Path) -> No
     assert (found - expected).square().mean().sqrt() < 0.1 * expected.square().mean().sqrt()
 
 
+def test_experts_of_which_some_are_held_as_floats_are_taken_one_by_one(tmp_path: Path) -> None:
+    sizes = {**WIDE, "family": "qwen3_moe", "moe_intermediate_size": 256}
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", **sizes)
+    formats = {"ffn_gate_exps": "Q4_K", "ffn_up_exps": "Q5_K", "ffn_down_exps": "Q6_K"}
+    made = as_gguf(checkpoint, tmp_path / "gguf", lambda name: formats.get(name.split(".")[-2]))
+    (stage,) = stages(made.path, own_kernels=kernels())
+    assert not stage.layers[0].mlp.is_grouped
+    found = StageDriver(made.path, stages=[stage]).prefill(0, PROMPT, 16)
+    expected = logits(made.plain)
+    assert (found - expected).square().mean().sqrt() < 0.1 * expected.square().mean().sqrt()
+
+
 def test_only_the_own_bytes_are_read_and_little_more_is_held(tmp_path: Path) -> None:
     made = make_blocks(tmp_path, "Q4_K")
     spec = load_spec(made.path)

@@ -86,13 +86,18 @@ class ExpertTables:
         return (self._kind * len(products))(*products)
 
 
-def have_one_form(gate_up: Sequence[Product], down: Sequence[Product]) -> bool:
+def have_one_form(gate_up: Sequence[Product], down: Sequence[Product], num_own: int) -> bool:
     """Return whether one call can take all experts.
 
-    Their weights must be all plain, or all quantised to as many bits, with equal groups in `gate_up`.
+    Their weights must be all plain, all of block formats, or all quantised to as many bits. Groups must be equal
+    in `gate_up`, and in `down` of the `num_own` first, whose inner values lie in rows of one width.
     """
-    is_one_input = len({_group_size(product) for product in gate_up}) == 1
-    return is_one_input and len({_bits(product) for product in (*gate_up, *down)}) == 1
+    is_one_kind = len({(type(product), _bits(product)) for product in (*gate_up, *down)}) == 1
+    return is_one_kind and _have_equal_groups(gate_up) and _have_equal_groups(down[:num_own])
+
+
+def _have_equal_groups(products: Sequence[Product]) -> bool:
+    return len({_group_size(product) for product in products}) == 1
 
 
 def _bits(product: Product) -> int:
