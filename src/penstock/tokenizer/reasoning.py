@@ -59,7 +59,7 @@ class AroundAnswer:
     Args:
         inner: splits the answer.
         marks: those before and behind the text. An answer that does not begin with the first stays as it is.
-        ending: the mark behind the whole answer; "" if there is no such mark.
+        ending: the mark behind the whole answer; "" if there is no such mark. Only the first one is left out.
     """
 
     def __init__(self, inner: Splitter, marks: tuple[str, str], ending: str = "") -> None:
@@ -91,11 +91,12 @@ class AroundAnswer:
         text, self._held = self._held + piece.text, ""
         if self._state == "start":
             text = self._behind_opening(text)
+        shown = ""
         if self._state == "inside":
-            text = self._before(self._closing, text)
-        if self._state == "plain" and self._ending and not self._held:
-            text = self._before(self._ending, text)
-        return [Piece("content", text)] if text else []
+            shown, text = self._before(self._closing, text)
+        if self._state == "plain":
+            shown += self._without_ending(text)
+        return [Piece("content", shown)] if shown else []
 
     def _behind_opening(self, text: str) -> str:
         shown = text.lstrip()
@@ -108,15 +109,23 @@ class AroundAnswer:
         self._state = "plain"
         return text
 
-    def _before(self, mark: str, text: str) -> str:
-        """Return the text without the mark, and hold back what may be the beginning of the mark."""
+    def _without_ending(self, text: str) -> str:
+        ending = self._ending
+        if not ending:
+            return text
+        if ending in text:
+            self._ending = ""
+        return "".join(self._before(ending, text))
+
+    def _before(self, mark: str, text: str) -> tuple[str, str]:
+        """Return the text before the mark and behind it; hold back what may be the beginning of the mark."""
         before, found, behind = text.partition(mark)
         if found:
             self._state = "plain"
-            return before + behind
+            return before, behind
         shown = text[: partial_marker(text, mark)]
         self._held = text[len(shown) :]
-        return shown
+        return shown, ""
 
 
 class ReasoningSplitter:

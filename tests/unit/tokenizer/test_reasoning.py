@@ -79,6 +79,16 @@ AROUND = [
         ("a", "b<|open|>tools<|sep|>c<|close|>tools<|sep|>"),
     ),
     ("kimi_k3", "b<|close|>mess", ("", "b<|close|>mess")),
+    (
+        "kimi_k3",
+        "b<|close|>message<|sep|>c<|close|>message<|sep|>d",  # only the first is the answer's end
+        ("", "bc<|close|>message<|sep|>d"),
+    ),
+    (
+        "kimi_k3",
+        "<|open|>response<|sep|><|close|>mes<|close|>response<|sep|>sage<|sep|>",
+        ("", "<|close|>message<|sep|>"),
+    ),
 ]
 
 
@@ -153,7 +163,10 @@ MARKS = {
     "muse": ("<|start|>", "to=", "self", "look", "<|message|>", "<|eom|>", "<|eot|>", "assistant", "<|"),
     "solar": ("<|begin|>", "<|think|>", "<|content|>", "<|tool_calls|>", "<|end|>", "<|calls|>", "assistant"),
     "functionary": (">>>", ">", ">>", "all", "look", "{", "}"),
-    "kimi_k3": ("<|open|>", "think", "<|sep|>", "<|close|>", "response", "message", "tools"),
+    "kimi_k3": (
+        *("<|open|>", "think", "<|sep|>", "<|close|>", "response", "message", "tools"),
+        *("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+    ),
 }
 
 
