@@ -43,6 +43,7 @@ _EMBEDDING = "token_embd.weight"
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPECIAL_KEYS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_NAMED_ONLY = ("padding",)  # templates may name it, but no text has it
 # Names of tokens that end an answer. Files name one or two, but models have more, and files mark some of them
 # as common text.
 _ENDS = frozenset(
@@ -279,6 +280,8 @@ def _token_id(metadata: GgufMetadata, which: str, size: int, default: int | None
         return default
     token_id = metadata.integer(key)
     if not 0 <= token_id < size:
+        if which in _NAMED_ONLY:  # converters have written -1, or a token that the vocabulary does not have
+            return default
         _refuse(metadata, key, f"an id from 0 to {size - 1}", str(token_id))
     return token_id
 

@@ -142,6 +142,14 @@ def test_templates_and_ends_are_read(tmp_path: Path) -> None:
     assert json.loads(tokenizer_config_content(single))["chat_template"] == "A"
 
 
+@pytest.mark.parametrize("token_id", [-1, 2**32 - 1, 262])
+def test_a_padding_token_that_the_vocabulary_does_not_have_is_none(tmp_path: Path, token_id: int) -> None:
+    path = write_gguf(tmp_path / "m.gguf", bpe_metadata(padding_token_id=token_id), {})
+    assert "pad_token" not in msgspec.json.decode(tokenizer_config_content(path))
+    sound = write_gguf(tmp_path / "s.gguf", bpe_metadata(padding_token_id=259), {})
+    assert msgspec.json.decode(tokenizer_config_content(sound))["pad_token"] == "<|im_start|>"
+
+
 def test_harmonys_end_of_a_message_does_not_end_the_answer(tmp_path: Path) -> None:
     metadata = bpe_metadata()
     names = metadata[f"{KEY}tokens"]
