@@ -90,7 +90,7 @@ def _document(text: str, limits: GrammarLimits) -> dict[str, Any]:
 
 
 def _brackets(text: str) -> int:
-    """Return how deep brackets nest; those within strings are text. A string without an end hides the rest."""
+    """Return how deep brackets nest; those in strings are text. A string without an end hides the rest."""
     depth = deepest = 0
     for bracket in _BRACKET.finditer(text):
         if bracket[0] in "[{":

@@ -89,8 +89,8 @@ class ExpertTables:
 def have_one_form(gate_up: Sequence[Product], down: Sequence[Product], num_own: int) -> bool:
     """Return whether one call can take all experts.
 
-    Their weights must be all plain, all of block formats, or all quantised to as many bits. Groups must be equal
-    in `gate_up`, and in `down` of the `num_own` first, whose inner values lie in rows of one width.
+    Their weights must be all plain, all of block formats, or all quantised to as many bits. Groups must be
+    equal in `gate_up`, and in `down` of the `num_own` first, whose inner values lie in rows of one width.
     """
     is_one_kind = len({(type(product), _bits(product)) for product in (*gate_up, *down)}) == 1
     return is_one_kind and _have_equal_groups(gate_up) and _have_equal_groups(down[:num_own])
