@@ -195,17 +195,22 @@ class Prefetching:
             self._prefetches[arrival] = Prefetch(list(names[:first]), wanted, give_up_at)
             self._ask(arrival, wanted, now)
 
-    def ask_again(self) -> None:
-        """Repeat all open questions to the catalogue, which will not answer the old ones.
+    def restart_waits(self) -> None:
+        """Let requests wait for their blocks from now on as long as they might at first.
 
-        The requests may wait for the answers as long, from now on, as they might at first.
+        A new epoch calls this: before it, no rank could have loaded a block.
         """
-        asked, self._tickets = self._tickets, {}
         now = self._clock()
-        for arrival, _ in asked.values():
+        self._tickets = {ticket: (arrival, now) for ticket, (arrival, _) in self._tickets.items()}
+        for prefetch in self._prefetches.values():
+            prefetch.give_up_at = now + self._patience.answer_s
+
+    def ask_again(self) -> None:
+        """Repeat all open questions to the catalogue, which will not answer the old ones."""
+        asked, self._tickets = self._tickets, {}
+        for arrival, asked_at in asked.values():
             if (prefetch := self._prefetches.get(arrival)) is not None:
-                prefetch.give_up_at = now + self._patience.answer_s
-                self._ask(arrival, prefetch.names, now)
+                self._ask(arrival, prefetch.names, asked_at)
 
     def _ask(self, arrival: int, names: Sequence[bytes], now: float) -> None:
         ticket = self._orders.next_number()

@@ -220,13 +220,14 @@ class StorageTier:
     def meet(self, sites: StoreSites, calls: StoreCalls) -> None:
         """Use the stores in which the ranks of a new epoch (after a loss, or at the start) keep blocks.
 
-        If they may be others than before, all names known to be stored are forgotten, and the catalogue is
-        asked again for waiting requests.
+        Waiting requests have their whole patience before them again. If the stores may be others than before,
+        all names known to be stored are forgotten, and the catalogue is asked again for these requests.
 
         Args:
             sites: which stores these are, and which layers' parts of blocks each has.
             calls: carries questions to the ranks of other hosts.
         """
+        self._prefetching.restart_waits()
         if self._catalogue.meet(sites, calls):
             self._stored.forget()
             self._prefetching.ask_again()

@@ -192,6 +192,28 @@ def test_h3_a_block_that_fails_ends_the_wait_for_it(policy: PrefetchPolicy) -> N
     assert tokens_of(other, "b") == tokens_of(one, "a")
 
 
+@pytest.mark.parametrize("policy", ["timeout", "wait-all"])
+def test_h3_d2_requests_wait_for_the_store_from_the_new_epoch_on(policy: PrefetchPolicy) -> None:
+    """Between two epochs no rank can load anything, however long ranks take to load their weights."""
+    one, _ = rig(recovers=True, tier_policy=TierPolicy(patience=prefetch_patience(policy, 2.0)))
+    run(one, "cold", list(range(2, 15)))
+    one.add("runs", list(range(20, 33)), max_tokens=30, ignore_eos=True)
+    while len(tokens_of(one, "runs")) < 16:
+        one.clock.advance(1.0)
+        one.step(timeout_s=1.0)
+    one.core.lose_epoch(ErrorInfo(kind="StageLostError", message="stage 1 was killed."))
+    one.add("waits", list(range(2, 15)), max_tokens=4, ignore_eos=True)
+    one.clock.advance(30.0)
+    stored, found = one.executor.stored, one.core.stats().cache.prefix_hit_tokens
+    one.rejoin()
+    one.executor.stored = stored
+    one.run_until_idle()
+    assert one.updates["waits"][0].num_cached_tokens == 12
+    assert one.core.stats().cache.prefix_hit_tokens - found >= 12 + 20, "its answer is found too"
+    for arrival, name in enumerate(one.requests):
+        assert one.result(name) == one.expected(name, arrival)
+
+
 def test_nobody_wakes_up_for_a_request_that_waits_no_longer() -> None:
     """A store that does not answer must not keep the core busy."""
     one, catalogue = rig()
