@@ -42,6 +42,7 @@ from penstock.process.rhythm import next_beat
 
 ABANDON_S = 2.0  # so long, at the end, steps in flight may take to come back
 POLL_S = 0.1
+MOST_TURNS = 16  # of the core, before the loop looks again for what clients and the supervisor have sent
 
 
 class _Epoch(NamedTuple):
@@ -99,8 +100,9 @@ class CoreServer:
 
     def run(self) -> None:
         """Serve clients in this thread until the supervisor tells the process to stop."""
+        patience_s = 0.0
         while True:
-            ready = self._socket.wait([*self._sources, *self._core.wait_sources()], self._patience())
+            ready = self._socket.wait([*self._sources, *self._core.wait_sources()], patience_s)
             if self._control.fileno() in ready and not self._obey(self._control.receive()):
                 return
             for client, request in self._socket.drain():
@@ -108,9 +110,10 @@ class CoreServer:
             self._join_ranks()
             # In every turn, whatever has ended the wait: the ranks' descriptors are edge-triggered, so a
             # result that is not taken now causes no further event.
-            self._advance()
+            is_at_rest = self._advance()
             self._tell_done()
             self._tell_supervisor()
+            patience_s = self._patience() if is_at_rest else 0.0
 
     def shutdown(self) -> None:
         """Let the ranks leave, and close the core."""
@@ -203,22 +206,29 @@ class CoreServer:
         now = self._clock()
         return max(0.0, min(self._core.next_wakeup(), next_beat(self._last_beat, HEARTBEAT_S)) - now)
 
-    def _advance(self) -> None:
+    def _advance(self) -> bool:
         """Step the core until nothing changes any more, and send the updates.
 
         The descriptors are edge-triggered, and submitting a plan may use up an edge: a result that came
         meanwhile would cause no event.
+
+        Returns:
+            Whether nothing changes any more. False after `MOST_TURNS`: where stages are quicker than the core
+            there is always another result, and new requests and aborts must not wait for the last one.
         """
-        while True:
+        is_at_rest = False
+        for _ in range(MOST_TURNS):
             self._pulse()
             before = self._core.steps_in_flight
             updates = self._core.step()
             if updates:
                 self._clients.send_updates(updates)
             elif self._core.steps_in_flight == before:
+                is_at_rest = True
                 break
         if self._clock() >= next_beat(self._last_beat, HEARTBEAT_S):
             self._beat()
+        return is_at_rest
 
     def _abandon(self) -> None:
         """Abort all requests, and settle the steps in flight: no rank may send to a closed connection."""

@@ -7,7 +7,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -53,7 +53,13 @@ WELCOME = Welcome(num_blocks=64, block_size=4, max_model_len=64, stages=[])
 class ServedCore:
     """A core on fakes, run by a `CoreServer` in a thread, and one client of it."""
 
-    def __init__(self, *, lose_at: int | None = None, eviction: EvictionPolicy | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        lose_at: int | None = None,
+        eviction: EvictionPolicy | None = None,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
         self.endpoint = LocalSocket()
         self.rig = CoreRig(num_stages=2, async_depth=1, recovers=True, eviction=eviction)
         self.rig.executor.lose_at = lose_at
@@ -71,6 +77,7 @@ class ServedCore:
             self.reader,
             join=self._join,
             report=self.reported.put,
+            beat=beat,
             clock=self.rig.clock,
         )
         self.control.close_child_end()
@@ -197,6 +204,29 @@ def test_d13_nothing_follows_an_abort(served: ServedCore) -> None:
             updates += message.updates
     names = [update.request_id for update in updates]
     assert "a" not in names[names.index("b") :], "b was added after the abort of a"
+
+
+def test_r13_an_abort_is_heard_although_there_is_always_another_result() -> None:
+    """The ranks of `fakes` answer at once, as those of a tiny model may before the core asks again."""
+    aborting: list[ClientSocket] = []
+
+    def abort_once() -> None:
+        if aborting and made.rig.core.stats().scheduler.num_running:
+            aborting.pop().send(AbortRequests(["a"]))
+            made.server._socket.wait([], WAIT_S)  # until it has come
+
+    with serving(beat=abort_once) as made:
+        other = made.connect()
+        aborting.append(other)
+        made.client.send(AddRequest(request("a", max_tokens=60)))
+        made.client.send(AddRequest(request("b", max_tokens=60)))
+        updates: list[RequestUpdate] = []
+        while not any(update.request_id == "b" and update.finish_reason for update in updates):
+            for message in receive(made.client):
+                assert isinstance(message, StepUpdates)
+                updates += message.updates
+    other.close()
+    assert sum(update.request_id == "a" for update in updates) < 60
 
 
 def test_r13_what_a_client_asked_for_ends_with_the_client(served: ServedCore) -> None:
