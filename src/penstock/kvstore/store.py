@@ -159,7 +159,20 @@ def _split(url: str) -> tuple[str, str]:
         raise UsageError(f"the KV store memory: takes no path, but {rest} is given.", remedy=_REMEDY)
     if scheme != "memory" and not rest:
         raise UsageError("the address of the KV store has no path.", remedy=_REMEDY)
+    if scheme not in ("memory", DIRECTORY_KIND):
+        _require_url(scheme, url)
     return scheme, rest
+
+
+def _require_url(scheme: str, url: str) -> None:
+    """Raise `UsageError` for an address whose host cannot be read; the address may hold a password."""
+    try:
+        urlsplit(url)
+    except ValueError:
+        raise UsageError(
+            f"the address of the KV store begins with {scheme}:// but is not a URL.",
+            remedy=f"Check the name of the host; brackets stand around an IPv6 address: {scheme}://[::1]/...",
+        ) from None
 
 
 def _optional_store(scheme: str, url: str) -> KVStore:

@@ -14,7 +14,7 @@ import pytest
 from penstock.errors import StoreError, UsageError
 from penstock.kvstore.guard import GuardedStore
 from penstock.kvstore.lmdb_store import LmdbStore
-from penstock.kvstore.store import KVStore, MemoryStore, open_store
+from penstock.kvstore.store import KVStore, MemoryStore, directory_of, kind_of, open_store
 from store_contract import KEYS, RECORDS, behaves, every_call
 
 # --- addresses --------------------------------------------------------------------------------------
@@ -48,6 +48,19 @@ def test_an_unknown_scheme_names_those_that_are_known(url: str) -> None:
 def test_an_address_without_a_path_or_with_one_too_many_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="path"):
         open_store(url)
+
+
+@pytest.mark.parametrize("call", [open_store, kind_of, directory_of])
+@pytest.mark.parametrize(
+    "url", ["redis://:secret@[::1:6379/0", "s3://[bucket", "FILE://[x", "redis://\u2100.io"]
+)
+def test_an_address_that_is_not_a_url_is_refused_and_not_shown(
+    url: str, call: Callable[[str], object]
+) -> None:
+    with pytest.raises(UsageError, match="is not a URL") as raised:
+        call(url)
+    assert "secret" not in f"{raised.value} {raised.value.remedy}"
+    assert raised.value.__cause__ is None
 
 
 @pytest.mark.parametrize("url", ["memory:", "s3://bucket/path", "redis://host"])
