@@ -217,6 +217,8 @@ class Redaction:
 
     def _result(self, result: StepResult) -> StepResult:
         arrivals = self._sampled.pop(result.step_id, [])
+        if result.error is not None:
+            arrivals = []  # the core appends nothing to a text
         token_ids = [
             self._aliases(self._live.get(-1 if arrival is None else arrival), ids, index in result.failed)
             for index, (arrival, ids) in enumerate(zip(arrivals, result.token_ids, strict=False))
@@ -231,6 +233,7 @@ class Redaction:
             unmet=dict.fromkeys(result.unmet, _UNTOLD),
             scores=[[_NO_SCORE] * len(scores) for scores in result.scores],
             pooled=[_FINITE_VECTOR if vector else b"" for vector in result.pooled],
+            error=result.error,
         )
 
     def _aliases(self, live: _Live | None, ids: Sequence[int], has_failed: bool) -> list[int]:

@@ -17,7 +17,7 @@ from penstock.config.speculation import SpeculationConfig
 from penstock.decisions.log_file import DecisionFile
 from penstock.decisions.records import RequestAdded
 from penstock.engine.core import core_assembly
-from penstock.errors import OverloadedError
+from penstock.errors import OverloadedError, PlanMemoryError
 from penstock.operations import Abort, FlushCache, OpenSession, Pause, Resume, SlowDown
 from penstock.replay.replayer import Replay, Replayer
 from penstock.request import StructuredOutputs
@@ -118,6 +118,20 @@ def test_a_stage_that_is_lost_when_a_plan_is_sent(tmp_path: Path) -> None:
         assert not run.core.has_pipe
         run.step(2)
         run.rejoin()
+    replayed(tmp_path / "log")
+
+
+def test_a_stage_without_memory_for_a_step(tmp_path: Path) -> None:
+    """Those that end with the step may have no sample in it, as one whose prompt runs in parts."""
+    with recorded(tmp_path / "log") as run:
+        run.add("a", prompt(20), max_tokens=6, ignore_eos=True)
+        run.add("b", prompt(7, start=1), max_tokens=10, ignore_eos=True)
+        error = PlanMemoryError("stage 0 had no memory left.", remedy="Try again later.", stage=0).info()
+        run.executor.fail_steps[submitted(run)] = error
+        run.step(4)
+        run.add("c", prompt(20), max_tokens=5)
+    assert run.updates["a"][-1].error == error
+    assert run.core.stats().scheduler.failed_steps == 1
     replayed(tmp_path / "log")
 
 
