@@ -113,6 +113,7 @@ class CoreCall:
             counts from 0; looks that found none are left out.
         num_looks: how often the core looked for grammars in this call.
         spans, stage_times: the reports that each look at them found.
+        free_bytes: the free memory of the host, as each look at it found it; None: it could not be read.
         drafts, guided: the answers of the drafter, and of its guides.
         wants: each answer of the drafter to how many tokens the last stage is to guess.
         news: the requests for which more was guessed, as each poll of the drafter found them.
@@ -129,6 +130,7 @@ class CoreCall:
     num_looks: int = 0
     spans: list[list[StageSpans]] = field(default_factory=list)
     stage_times: list[list[StageTimes]] = field(default_factory=list)
+    free_bytes: list[int | None] = field(default_factory=list)
     drafts: list[HeardDraft] = field(default_factory=list)
     guided: list[HeardDraft] = field(default_factory=list)
     wants: list[int | None] = field(default_factory=list)

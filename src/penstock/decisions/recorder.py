@@ -1,6 +1,6 @@
 """The recorder of a core's decisions, which notes what the core reads; by default a recorder notes nothing.
 
-    clock, executor, drafter, guides ──▶ recorder ──▶ the core's own scheduler
+    clock, memory, executor, drafter, guides ──▶ recorder ──▶ the core's own scheduler
                                             └──calls──▶ `decisions.log_writer`
 
 `engine.core.core_assembly` gives the recorder the clock, the executor, the drafter and the guides, and the
@@ -38,6 +38,10 @@ class NoRecorder:
     def clock(self, clock: Callable[[], float]) -> Callable[[], float]:
         """Return the clock that the core reads."""
         return clock
+
+    def free_memory(self, available: Callable[[], int]) -> Callable[[], int]:
+        """Return the function that tells the core how many bytes of its host's memory are free."""
+        return available
 
     def executor(self, executor: Executor) -> Executor:
         """Return the executor that the core talks to."""
@@ -78,6 +82,18 @@ class DecisionRecorder(NoRecorder):
             if self._call is not None:
                 self._call.times.append(now)
             return now
+
+        return read
+
+    def free_memory(self, available: Callable[[], int]) -> Callable[[], int]:
+        def read() -> int:
+            free: int | None = None
+            try:
+                free = available()
+                return free
+            finally:
+                if self._call is not None:
+                    self._call.free_bytes.append(free)
 
         return read
 

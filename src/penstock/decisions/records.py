@@ -187,6 +187,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     grammars: dict[int, list[BuiltGrammar]] = {}
     spans: list[list[StageSpans]] = []
     stage_times: list[list[StageTimes]] = []
+    free_bytes: list[int | None] = []
     drafts: list[Guess | None] = []
     guided: list[Guess | None] = []
     wants: list[int | None] = []

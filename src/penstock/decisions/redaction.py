@@ -93,6 +93,7 @@ class Redaction:
             grammars={look: list(map(_without_reason, found)) for look, found in call.grammars.items()},
             spans=list(map(self._new_spans, call.spans)),
             stage_times=call.stage_times,
+            free_bytes=call.free_bytes,
             drafts=list(map(self._guess, call.drafts)),
             guided=list(map(self._guess, call.guided)),
             wants=call.wants,

@@ -111,11 +111,14 @@ class PlanExplanation:
         """Yield why each waiting request has no row, in the order in which they will start."""
         line, reason, first = list(self._parts.queues.line()), "", ""
         order = StartOrder(self._parts.queues, self._parts.grammars)
-        may_start = order.next_request(newcomers=self._parts.paused is None)
+        held_back = self._parts.held_back
+        may_start = order.next_request(newcomers=self._parts.paused is None and not held_back)
         for request in line[:_MOST_TOLD]:
             name = request.request_id
             if self._parts.paused == "keep" or (self._parts.paused and not request.has_started):
                 yield f"{name} waits: an administrator has paused the engine"
+            elif held_back and not request.has_started:
+                yield f"{name} waits: {held_back}"
             elif not self._parts.rows.num_free:
                 yield f"{name} waits: all {self._parts.rows.num_rows} rows are taken"
             elif request is may_start:

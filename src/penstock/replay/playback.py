@@ -33,6 +33,9 @@ class Playback(NoRecorder):
     def clock(self, clock: Callable[[], float]) -> Callable[[], float]:
         return self._answers.read_clock
 
+    def free_memory(self, available: Callable[[], int]) -> Callable[[], int]:
+        return self._answers.free_bytes
+
     def executor(self, executor: Executor) -> Executor:
         return executor
 

@@ -60,6 +60,7 @@ class RecordedAnswers:
         self._plans, self._unsent, self._num_submitted = deque(record.plans), record.unsent, 0
         self._grammars, self._num_looks = record.grammars, 0
         self._spans, self._stage_times = deque(record.spans), deque(record.stage_times)
+        self._free_bytes = deque(record.free_bytes)
         self._drafts, self._guided = deque(record.drafts), deque(record.guided)
         self._wants, self._news = deque(record.wants), deque(record.news)
 
@@ -110,6 +111,13 @@ class RecordedAnswers:
     def stage_times(self) -> list[StageTimes]:
         """Return the reports that the next recorded look at the stages' times found."""
         return self._stage_times.popleft() if self._stage_times else []
+
+    def free_bytes(self) -> int:
+        """Return the free memory that the next look has found; raise `OSError` if it could not be read."""
+        free = self._free_bytes.popleft() if self._free_bytes else None
+        if free is None:
+            raise OSError("the free memory could not be read when this was recorded")
+        return free
 
     def draft(self) -> Draft:
         """Return the drafter's next recorded guess. Raises `RuntimeError` if the drafter failed there."""

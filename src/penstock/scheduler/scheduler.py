@@ -54,6 +54,7 @@ class SchedulerParts(NamedTuple):
     grammars: GrammarBuilds
     issued: IssuedSteps
     paused: Literal["keep", "wait"] | None
+    held_back: str  # why the start gate keeps new requests from starting; empty: it is open
 
 
 class Scheduler:
@@ -146,6 +147,7 @@ class Scheduler:
             grammars=grammars,
             issued=self._issued,
             paused=None,
+            held_back="",
         )
 
     @property
@@ -323,7 +325,7 @@ class Scheduler:
 
     def parts(self) -> SchedulerParts:
         """Return the scheduler's parts, for `replay.explanation`, which explains a plan."""
-        return self._parts._replace(paused=self.paused)
+        return self._parts._replace(paused=self.paused, held_back=self._gate.reason)
 
     def check_invariants(self) -> None:
         """Assert that rows, KV blocks, token counts and queues agree. For tests, and for an idle engine."""

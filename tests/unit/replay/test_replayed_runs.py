@@ -135,6 +135,27 @@ def test_a_stage_without_memory_for_a_step(tmp_path: Path) -> None:
     replayed(tmp_path / "log")
 
 
+def test_a_host_that_is_short_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host of the recording, and not the one of the replay."""
+    free: list[int] = [1 << 30]
+    monkeypatch.setattr(core_assembly, "host_available_bytes", lambda: free[-1])
+    with recorded(tmp_path / "log") as run:
+        run.add("a", prompt(20), max_tokens=20, ignore_eos=True)
+        run.step(3)
+        free.append(1 << 20)
+        run.clock.advance(1.0)
+        run.add("b", prompt(7, start=1), max_tokens=10)
+        run.step(5)
+        held = submitted(run) - 1
+        free.append(1 << 30)
+        run.clock.advance(1.0)
+    free.append(0)
+    replayed(tmp_path / "log")
+    explanation = Replayer(tmp_path / "log", explain=held).run().explanation
+    assert explanation is not None
+    assert "b waits: the host has 1 MiB of free memory, less than 256 MiB" in explanation
+
+
 def test_a_drafter_that_fails_is_switched_off_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched, recorded(tmp_path / "log", speculation=SPECULATING) as run:
         run.add("a", prompt(5) * 5, max_tokens=30, ignore_eos=True)

@@ -40,7 +40,7 @@ from penstock.kvstore.host_tier import block_bytes
 from penstock.kvstore.opening import open_guarded
 from penstock.process.config import CoreConfig
 from penstock.process.endpoints import NO_RESTARTS, Restarts
-from penstock.process.host_memory import give_back_freed_pages
+from penstock.process.host_memory import give_back_freed_pages, host_available_bytes
 from penstock.scheduler.cost_model import CostModel
 from penstock.scheduler.pacing import FixedDepth, PlanDepth
 from penstock.scheduler.scheduler import Scheduler
@@ -96,7 +96,8 @@ def build_core(
         calibration = calibrate(executor, config, kv_plan, clock, epoch=epoch)
         depth, wire = depth_and_wire(config.parallel, calibration.costs.model, num_links=config.num_links)
         allocator = BlockAllocator(_pool(config, kv_plan.num_blocks), config.cache.block_size)
-        gate = memory_gate(config.scheduler.min_start_bytes, clock)
+        free_memory = recorder.free_memory(host_available_bytes)
+        gate = memory_gate(config.scheduler.min_start_bytes, clock, free_memory)
         scheduler = Scheduler(
             config.scheduler,
             allocator,
