@@ -261,3 +261,18 @@ def test_a_request_is_forgotten_once_however_it_ends() -> None:
     rig.abort("aborted")
     rig.run_until_idle()
     assert made[0].forgotten >= made[0].asked
+
+
+def test_r6_of_plans_whose_requests_have_ended_nothing_is_kept() -> None:
+    """Where costs are not known, as with torch, plans are timed until their results come."""
+    rig = rig_of(num_stages=2, latency=1)
+    for number in range(20):
+        name = f"r{number}"
+        rig.add(name, 3, max_tokens=12, speculative=False)
+        while len(rig.tokens(name)) < 4:
+            rig.step(timeout_s=1.0)
+        rig.core.abort(name)
+        rig.run_until_idle()
+    drafting = rig.scheduler.windows
+    assert isinstance(drafting, windows.DraftWindows)
+    assert len(drafting._prices._made_at) < 4
