@@ -27,6 +27,7 @@ from penstock.request import StructuredOutputs, TokenLogprobs
 MADE_UP = "calibration-"  # ids of the core's own requests, which measure the stages, begin with this
 NO_GRAMMAR = -1
 KNOWN = -1  # token_from: the row's input ids are in the row table already (prompt, or a resumed request)
+ALL_BLOCKS = b""  # given_up, in place of a name: all blocks in host memory, and none of them is stored
 GUESSED = -2  # token_from: the row's input id is the first of its drafts, and not sampled yet
 
 
@@ -186,7 +187,8 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
     new_rows: list[NewRow] = []
     rewound: list[RewoundRow] = []
     dropped_grammars: list[int] = []  # numbers that no row will have any more; dropped before rows enter
-    given_up: list[bytes] = []  # names of blocks that every rank removes from host memory, before the orders
+    # Names of blocks that every rank removes from host memory, before the orders; `ALL_BLOCKS` is no name.
+    given_up: list[bytes] = []
     orders: list[TierOrder] = []  # a rank begins them once it has run all steps before this one
     # Numbers of load orders for blocks that this step reads. A rank waits with each layer until these orders
     # have loaded it or have failed. The core keeps the result back until all ranks have answered the orders,

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from penstock.batch import OrderStatus
+from penstock.batch import ALL_BLOCKS, OrderStatus
 from penstock.kvcache.stored_names import StoredNames
 
 # So many of the given-up names last announced are remembered: the plans that carry them may be lost with an
@@ -91,9 +91,10 @@ class HostNames:
         self._end_copy(name)
 
     def _end_copy(self, name: bytes) -> None:
-        # All ranks have answered this order, so all have heard the plans before it, and that an older copy of
-        # the block is given up. Told again after a loss, they would forget what they have anew.
+        # All ranks have answered this order, so all have heard the plans before it, and that all blocks or an
+        # older copy of this one are given up. Told again after a loss, they would forget what they have anew.
         self._told.pop(name, None)
+        self._told.pop(ALL_BLOCKS, None)
         self._copying[name] -= 1
         if not self._copying[name]:
             del self._copying[name]
@@ -119,8 +120,9 @@ class HostNames:
                 self._give_up(name)
 
     def drop_all(self) -> None:
-        """Give up all blocks, as `drop` does."""
+        """Give up all blocks, which ranks are to drop without storing them; no copy may be under way."""
         self.drop(list(self._names))
+        self._given_up = [ALL_BLOCKS]
 
     def count_there(self, names: Sequence[bytes]) -> int:
         """Return how many of these `names`, from the first on, can be loaded; the catalogue has listed them.
@@ -146,7 +148,9 @@ class HostNames:
         anew.
         """
         self._copying.clear()
-        self.drop([*(self._doomed & self._names.keys()), *self._told, *self._given_up])
+        must_drop_all = ALL_BLOCKS in (*self._told, *self._given_up)
+        doomed = list(self._names) if must_drop_all else self._doomed & self._names.keys()
+        self.drop([*doomed, *self._told, *self._given_up])
         self._given_up = [*dict.fromkeys([*self._told, *self._given_up])]
         self._told.clear()
         self._shrink()

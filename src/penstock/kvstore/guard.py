@@ -187,6 +187,9 @@ class GuardedStore:
     def release(self, keys: Sequence[bytes]) -> None:
         """Do nothing: this store keeps nothing in memory."""
 
+    def discard_all(self) -> None:
+        """Do nothing: this store keeps nothing in memory."""
+
     def clear(self, prefix: bytes, seconds: float) -> ErrorInfo | None:
         """Delete all records whose keys begin with `prefix`, in at most about `seconds`.
 

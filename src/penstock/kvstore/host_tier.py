@@ -127,6 +127,13 @@ class HostTier(GuardedStore):
                 self._drop(key)
         self._write(unwritten)
 
+    def discard_all(self) -> None:
+        """Drop all payloads from memory; those that the store does not have are not written to it."""
+        with self._memory_lock:
+            self._payloads.clear()
+            self._unwritten.clear()
+            self._num_bytes = 0
+
     def clear(self, prefix: bytes, seconds: float) -> ErrorInfo | None:
         with self._memory_lock:
             for key in [key for key in self._payloads if key.startswith(prefix)]:

@@ -27,7 +27,7 @@ import torch
 
 from penstock.attention.block_codec import BlockCodec
 from penstock.attention.metadata import AnyKV
-from penstock.batch import OrderResult, OrdersDone, OrderStatus, TierOrder
+from penstock.batch import ALL_BLOCKS, OrderResult, OrdersDone, OrderStatus, TierOrder
 from penstock.kvstore.found import some_at_a_time
 from penstock.kvstore.guard import GuardedStore
 from penstock.kvstore.meter import StoreMeter
@@ -149,7 +149,10 @@ class KVTransfer:
             self._lock.notify_all()
 
     def forget_blocks(self, names: Sequence[bytes]) -> None:
-        """Queue the removal of blocks from host memory, by their names; it is done before any later order."""
+        """Queue the removal of blocks from host memory, by their names; it is done before any later order.
+
+        `ALL_BLOCKS` among the names stands for all blocks. These are not written to the store.
+        """
         with self._lock:
             self._given_up += names
             self._lock.notify_all()
@@ -251,7 +254,9 @@ class KVTransfer:
                 self._answer([order.order for order in self._still_open(orders)], "failed")
 
     def _forget(self, names: Sequence[bytes]) -> None:
-        self._store.release([key for name in names for key in self._all_keys(name)])
+        if ALL_BLOCKS in names:
+            self._store.discard_all()
+        self._store.release([key for name in names if name for key in self._all_keys(name)])
 
     def _load(self, orders: Sequence[TierOrder]) -> None:
         """Load layer by layer, so that a step can run the first layers while the others come."""

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from fake_catalogue import FakeCatalogue
+from penstock.batch import ALL_BLOCKS
 from penstock.kvcache.host_names import HostNames, OnlyHostNames
 from penstock.kvcache.stored_names import StoredNames
 
@@ -129,6 +130,22 @@ def test_h9_what_was_to_be_copied_anew_is_given_up_with_its_lost_order() -> None
     memory.lose_all()
     assert given_up(memory) == [0, 1]
     assert len(memory) == 0
+
+
+def test_h16_ranks_are_told_to_drop_all_until_they_have_heard_it() -> None:
+    memory = HostNames(2)
+    store(memory, 0, 1, 2)
+    memory.drop_all()
+    assert memory.take_given_up() == [ALL_BLOCKS], "and to store nothing of it"
+    assert len(memory) == 0
+    assert memory.make_room(NAMES[3])
+    memory.lose_all()
+    assert memory.take_given_up()[0] == ALL_BLOCKS, "the plan may be lost"
+    assert len(memory) == 0, "and the ranks drop what they have had an order for, too"
+    store(memory, 4)
+    memory.lose_all()
+    assert ALL_BLOCKS not in memory.take_given_up(), "all have answered an order behind it"
+    assert NAMES[4] in memory
 
 
 class Ranks:

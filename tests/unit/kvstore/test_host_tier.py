@@ -58,6 +58,18 @@ def test_h8_a_block_goes_to_the_store_at_once_or_when_memory_needs_its_room(writ
     assert stored(store) == {0, 1, 2, 3}
 
 
+def test_h16_what_is_discarded_never_comes_to_the_store() -> None:
+    store = MemoryStore()
+    tier = HostTier(store, 3 * SIZE, writes_back=True)
+    tier.put(records(0, 1))
+    tier.discard_all()
+    assert tier.use().host_bytes_used == 0
+    assert tier.get(KEYS[:2]) == [None, None]
+    tier.put(records(2))
+    tier.close()
+    assert stored(store) == {2}
+
+
 def test_h8_what_came_from_the_store_is_not_written_back() -> None:
     store = MemoryStore()
     HostTier(store, SIZE).put(records(0, 1, 2))

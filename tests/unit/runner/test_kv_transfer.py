@@ -15,7 +15,7 @@ from torch import Tensor
 from fakes import FakeClock
 from penstock.attention.block_codec import SlotCodec
 from penstock.attention.metadata import LayerKV
-from penstock.batch import NO_STORE_USE, OrdersDone, StoreUse, TierOrder
+from penstock.batch import ALL_BLOCKS, NO_STORE_USE, OrdersDone, StoreUse, TierOrder
 from penstock.errors import StoreError
 from penstock.kvstore.guard import MAX_FAILURES, GuardedStore
 from penstock.kvstore.host_tier import HostTier, NoStore, block_bytes
@@ -393,6 +393,20 @@ def test_h9_blocks_that_are_given_up_leave_host_memory_before_the_orders_that_fo
         assert tier.use().host_bytes_used == 2 * size
         one.submit_orders([TierOrder(10 + n, True, 5 + n, NAMES[n]) for n in range(3)])
         assert answers(one) == {10: True, 11: False, 12: True}
+
+
+def test_h16_a_flush_of_the_store_writes_nothing_back() -> None:
+    """Ranks drop what host memory has, also blocks whose names another core has known; the next are kept."""
+    store = MemoryStore()
+    tier = HostTier(store, 64 * block_bytes(LAYERS * HEADS, codec().record_bytes), writes_back=True)
+    with transfer(store, layers(seed=1), tier=tier) as one:
+        one.submit_orders(stores(0))
+        assert answers(one) == {0: True}
+        one.forget_blocks([ALL_BLOCKS])
+        one.submit_orders([TierOrder(1, False, 1, NAMES[1])])
+        assert answers(one) == {1: True}
+        assert store.records == {}
+    assert {key[len(SPACE) :][:32] for key in store.records} == {NAMES[1]}, "at the end"
 
 
 def test_h2_loads_go_before_what_is_to_be_stored() -> None:

@@ -9,7 +9,9 @@ import pytest
 
 from fake_catalogue import FakeCatalogue
 from fakes import VOCAB_SIZE, CoreRig
+from penstock.batch import ALL_BLOCKS
 from penstock.errors import ErrorInfo, StoreError
+from penstock.kvcache.storage_tier import TierPolicy
 from penstock.operations import FlushCache, Operation, OperationDone, Pause, Resume
 
 BLOCK = 4
@@ -209,6 +211,16 @@ def test_h16_with_the_store_nothing_is_left_anywhere() -> None:
     rig.let_stores_go_out()
     assert len(catalogue.names) == 3, "the next ones are stored"
     rig.assert_all_free()
+
+
+def test_h16_with_the_store_ranks_drop_what_host_memory_has_and_write_none_of_it_back() -> None:
+    rig = FlushedRig(catalogue=FakeCatalogue(), tier_policy=TierPolicy(host_blocks=8))
+    rig.run("a", PROMPT)
+    rig.let_stores_go_out()
+    rig.operate(FlushCache(store=True))
+    done = rig.complete()
+    told = {plan.step_id: plan.given_up for plan in rig.executor.plans if plan.given_up}
+    assert told == {done.completed_step: [ALL_BLOCKS]}
 
 
 def test_h16_what_is_computed_while_the_store_is_emptied_is_not_stored_in_part() -> None:
