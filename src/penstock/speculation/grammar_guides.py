@@ -125,11 +125,20 @@ class GrammarGuides(NoGuides):
 
     def _grammar(self, structured: StructuredOutputs) -> Future[Matcher]:
         key = msgspec.msgpack.encode(structured)
-        built = self._built.pop(key, None) or self._building.submit(self._build, structured)
+        built = self._built.pop(key, None) or self._begun(structured)
         self._built[key] = built
         if len(self._built) > MOST_KEPT:
             self._built.popitem(last=False)
         return built
+
+    def _begun(self, structured: StructuredOutputs) -> Future[Matcher]:
+        """Begin to build a grammar; where no thread can be started, its requests get no guesses."""
+        try:
+            return self._building.submit(self._build, structured)
+        except RuntimeError as error:
+            failed: Future[Matcher] = Future()
+            failed.set_exception(error)
+            return failed
 
     def _build(self, structured: StructuredOutputs) -> Matcher:
         from penstock.grammar.matcher import Matcher

@@ -87,9 +87,13 @@ class GuardedDrafter:
         return () if self._drafter is None else self._drafter.wait_sources()
 
     def close(self) -> None:
-        if self._drafter is not None:
-            self._drafter.close()
-            self._drafter = None
+        drafter, self._drafter = self._drafter, None
+        if drafter is None:
+            return
+        try:
+            drafter.close()
+        except Exception as error:  # such as no thread that could await the end of its process
+            _logger.warning("the drafter %r could not be closed: %r", self.name, error)
 
     def _call(self, call: Callable[[Drafter], Result]) -> Result | None:
         """Return the drafter's answer; None if it is switched off, or if this call switches it off."""

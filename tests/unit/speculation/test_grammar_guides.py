@@ -67,6 +67,18 @@ def test_what_is_forced_is_guessed(vocabulary: Vocabulary) -> None:
     assert guided.ask() == NO_DRAFT, "a name is anybody's guess"
 
 
+def test_where_no_thread_starts_there_is_no_guess_and_no_error(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*work: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    guides = GrammarGuides(lambda: vocabulary, 1024)
+    monkeypatch.setattr(guides._building, "submit", refuse)
+    for request in (3, 4):
+        assert guides.guided(request, NAMES, len(PROMPT), PROMPT, Draft([5], 0.9), 8) == NO_DRAFT
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_no_guess_is_forbidden_whatever_was_said(vocabulary: Vocabulary, seed: int) -> None:
     random, guided, num_guessed = Random(seed), Guided(vocabulary), 0

@@ -67,6 +67,19 @@ def test_what_misbehaves_is_switched_off_once(case: str, caplog: pytest.LogCaptu
     assert why in caplog.text
 
 
+def test_one_that_fails_and_cannot_be_closed_is_switched_off_too(caplog: pytest.LogCaptureFixture) -> None:
+    class Stuck(Drafting):
+        def close(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    guarded = GuardedDrafter(Stuck(fails), 40, FakeClock())
+    with caplog.at_level(logging.WARNING):
+        assert guarded.propose(asked([1, 2], 4)) is NO_DRAFT
+    assert 'could not be closed: RuntimeError("can\'t start new thread")' in caplog.text
+    assert "is switched off" in caplog.text
+    guarded.close()
+
+
 def test_a_call_that_takes_too_long_is_the_last(caplog: pytest.LogCaptureFixture) -> None:
     clock = FakeClock()
 
