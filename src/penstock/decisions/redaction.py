@@ -63,7 +63,7 @@ class Redaction:
 
     def __init__(self, key: bytes | None = None) -> None:
         self._key = key or secrets.token_bytes(_KEY_BYTES)
-        self._grammars: dict[bytes, StructuredOutputs] = {}
+        self._grammars: dict[bytes, int] = {}  # numbers by digest: a grammar itself may have many bytes
         self._stops: list[tuple[str, int]] = []  # of the call, as in `Record`
         self._now_ns = 0
         self._begin(eos_token_ids=())
@@ -203,10 +203,8 @@ class Redaction:
         if structured is None:
             return None
         data = msgspec.msgpack.encode(structured)
-        alias = self._grammars.get(data)
-        if alias is None:
-            alias = self._grammars[data] = _grammar_of_size(len(data), len(self._grammars))
-        return alias
+        number = self._grammars.setdefault(hashlib.sha256(data).digest(), len(self._grammars))
+        return _grammar_of_size(len(data), number)
 
     # --- what has come ---------------------------------------------------------------------------
 

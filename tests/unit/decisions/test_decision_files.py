@@ -6,21 +6,23 @@ import errno
 import io
 import logging
 import threading
+import tracemalloc
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from fakes import FakeClock
-from penstock.decisions.core_call import CoreCall, Turn
+from penstock.decisions.core_call import Addition, CoreCall, Turn
 from penstock.decisions.log_file import DecisionFile, RecordStream, create_log
 from penstock.decisions.log_writer import LogWriter
 from penstock.decisions.recorder import NO_RECORDER, open_recorder
 from penstock.decisions.records import Record, Turned, packed_times, unpacked_times
-from penstock.decisions.redaction import _grammar_of_size
+from penstock.decisions.redaction import Redaction, _grammar_of_size
 from penstock.errors import DecisionLogError, UsageError
 from penstock.process.config import StoreConfig
 from penstock.replay.replayer import Replayer
+from penstock.request import GenerationRequest, SamplingParams, StructuredOutputs
 from recorded_runs import CONFIG, prompt, recorded
 
 HEAD_BYTES = len(b"penstock decisions 1 0.1.0\n")
@@ -195,3 +197,22 @@ def test_a_grammar_keeps_its_length(num_bytes: int) -> None:
     alias = _grammar_of_size(num_bytes, 3)
     assert len(msgspec.msgpack.encode(alias)) == num_bytes
     assert alias != _grammar_of_size(num_bytes, 4)
+
+
+def test_no_grammar_is_kept_while_decisions_are_recorded() -> None:
+    """A client may send another schema with each request."""
+    redaction = Redaction()
+    tracemalloc.start()
+    try:
+        for number in range(60):
+            structured = StructuredOutputs(regex=f"{number}{'x' * 50_000}")
+            request = GenerationRequest(
+                request_id=f"r{number}",
+                prompt_token_ids=[1],
+                sampling=SamplingParams(structured_outputs=structured),
+            )
+            redaction.record(CoreCall(Addition(request, None, 0), ended=[f"r{number}"]))
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 1_000_000
