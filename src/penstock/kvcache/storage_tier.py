@@ -30,7 +30,7 @@ from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.host_names import AnyHostNames, HostNames, NoHostNames, OnlyHostNames
 from penstock.kvcache.prefetching import LoadedBlocks, Prefetching, PrefetchPatience
 from penstock.kvcache.store_sites import StoreSites
-from penstock.kvcache.stored_names import Catalogue, Emptying, StoreCalls, StoredNames
+from penstock.kvcache.stored_names import MOST_NAMES, Catalogue, Emptying, StoreCalls, StoredNames
 from penstock.kvcache.tier_orders import TierOrders
 from penstock.kvcache.write_back import WriteBack
 
@@ -85,7 +85,7 @@ class StorageTier:
     ) -> None:
         self._catalogue = catalogue
         self._orders = TierOrders()
-        self._stored = StoredNames(catalogue)
+        self._stored = StoredNames(catalogue, max(MOST_NAMES, 2 * allocator.num_blocks))
         self._memory = memory = _host_names(policy, self._stored)
         self._write_back = WriteBack(allocator, self._stored, self._orders, memory, policy.store_when_found)
         self._prefetching = Prefetching(

@@ -6,12 +6,15 @@ answered later. `kvcache.hosts_catalogue` implements `Catalogue`.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
 from penstock.batch import EntryAnswers, EntryCall, StoreUse
 from penstock.errors import ErrorInfo
 from penstock.kvcache.store_sites import StoreSites
+
+MOST_NAMES = 1 << 18  # that a core keeps of a store, or twice as many as its pool has blocks; some 40 MB
 
 
 class Emptying(Protocol):
@@ -119,31 +122,36 @@ class Catalogue(CataloguedStore, Protocol):
 class StoredNames:
     """The names (hashes) of blocks that this core knows to be stored; it tells the catalogue of changes.
 
+    A store holds more blocks than a core could list over the years. So the names learnt longest ago are
+    forgotten, and at worst their blocks are stored once more.
+
     Args:
         catalogue: lists the blocks in the store, for all cores that use it.
+        max_names: names that are kept here.
     """
 
-    def __init__(self, catalogue: Catalogue) -> None:
+    def __init__(self, catalogue: Catalogue, max_names: int = MOST_NAMES) -> None:
         self._catalogue = catalogue
-        self._stored: set[bytes] = set()  # that this core knows of
+        self._max_names = max_names
+        self._stored: OrderedDict[bytes, None] = OrderedDict()  # that this core knows of; longest known first
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._stored
 
     def learn(self, there: Sequence[bytes], gone: Sequence[bytes]) -> None:
         """Apply an answer of the catalogue: the names `there` are stored, `gone` are not any more."""
-        self._stored.difference_update(gone)
-        self._stored.update(there)
+        self._remove(gone)
+        self._add(there)
 
     def enter(self, names: Sequence[bytes]) -> None:
         """Record, here and in the catalogue, that all parts of these blocks are stored now."""
         if names:
-            self._stored.update(names)
+            self._add(names)
             self._catalogue.enter(names)
 
     def distrust(self, names: Sequence[bytes]) -> None:
         """Remove these names, here and in the catalogue, so that their blocks are not found in the store."""
-        self._stored.difference_update(names)
+        self._remove(names)
         self._catalogue.strike(names)
 
     def forget(self) -> None:
@@ -154,3 +162,14 @@ class StoredNames:
         """Begin to delete all blocks of this model in the store, and return the deletion under way."""
         self._stored.clear()
         return self._catalogue.empty()
+
+    def _add(self, names: Sequence[bytes]) -> None:
+        for name in names:
+            self._stored[name] = None
+            self._stored.move_to_end(name)
+        while len(self._stored) > self._max_names:
+            self._stored.popitem(last=False)
+
+    def _remove(self, names: Sequence[bytes]) -> None:
+        for name in names:
+            self._stored.pop(name, None)

@@ -148,6 +148,18 @@ def test_h16_ranks_are_told_to_drop_all_until_they_have_heard_it() -> None:
     assert NAMES[4] in memory
 
 
+def test_r6_a_core_keeps_so_many_names_of_a_store_and_the_newest_ones() -> None:
+    catalogue = FakeCatalogue()
+    stored = StoredNames(catalogue, 4)
+    stored.enter(NAMES[:3])
+    stored.learn(NAMES[5:7], gone=NAMES[8:])
+    stored.enter(NAMES[1:2])
+    assert [number for number in range(30) if NAMES[number] in stored] == [1, 2, 5, 6]
+    stored.learn(NAMES[9:12], gone=NAMES[2:3])
+    assert [number for number in range(30) if NAMES[number] in stored] == [1, 9, 10, 11]
+    assert catalogue.names == set(NAMES[:3]), "the store has them all the same"
+
+
 class Ranks:
     """Host memory of ranks that take plans at their own pace, as `runner.kv_transfer` does."""
 
