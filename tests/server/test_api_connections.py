@@ -287,3 +287,60 @@ def test_a_failure_in_a_stream_of_http_1_0_is_its_last_event() -> None:
         got = events(_exchange(live, data).partition(b"\r\n\r\n")[2])
         assert got[-1]["error"]["code"] == "unavailable"
         assert "ERROR" not in live.log.getvalue()
+
+
+OFFERS = (
+    "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA\r\n",
+    "Connection: Upgrade\r\nUpgrade: websocket\r\n",
+)
+
+
+def _chunked(path: str, body: object, extra: str) -> bytes:
+    raw = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n{extra}\r\n"
+    pieces = b"".join(
+        b"%x\r\n%b\r\n" % (len(raw[at : at + 9]), raw[at : at + 9]) for at in range(0, len(raw), 9)
+    )
+    return head.encode() + pieces + b"0\r\nX-Trailer: 1\r\n\r\n"
+
+
+@pytest.mark.parametrize("offer", OFFERS)
+@pytest.mark.parametrize("size", [1, 40, 10_000])
+def test_a_request_that_offers_another_protocol_keeps_its_body(
+    live: LiveServer, offer: str, size: int
+) -> None:
+    """Java's own client offers HTTP/2 so. However the bytes come, and whatever stands behind the body."""
+    get = f"GET /version HTTP/1.1\r\nHost: localhost\r\n{offer}\r\n".encode()
+    last = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    data = (
+        post_bytes(TEXT, {"prompt": "one"}, offer)
+        + _chunked(TEXT, {"prompt": "two"}, offer)
+        + get
+        + post_bytes(TEXT, {"prompt": "three"}, offer)
+        + post_bytes("/health", {}, offer).replace(b"Content-Length: 2", b"Content-Length: 0")[:-2]
+        + last
+    )
+    with live.connect() as connection:
+        for at in range(0, len(data), size):
+            connection.sendall(data[at : at + size])
+        answers = _read_to_end(connection)
+    statuses = [part[:3] for part in answers.split(b"HTTP/1.1 ")[1:]]
+    assert statuses == [b"200", b"200", b"200", b"200", b"405", b"200"]
+    texts = [part.partition(b'"')[0] for part in answers.split(b'"text":"')[1:]]
+    assert texts == [b"one", b"two", b"three"]
+
+
+def test_what_stands_in_a_body_behind_an_offer_is_no_request(live: LiveServer) -> None:
+    inner = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 16\r\n\r\n"
+        + b'{"prompt":"in"} '
+    )
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\n{OFFERS[0]}Connection: close\r\n"
+    before = len(live.engine.added)
+    with live.connect() as connection:
+        connection.sendall(f"{head}Content-Length: {len(inner)}\r\n\r\n".encode())
+        live.wait_for(lambda: any(each.cycle is not None for each in live.server.server_state.connections))
+        connection.sendall(inner)
+        answer = _read_to_end(connection)
+    assert answer.count(b"HTTP/1.1 ") == answer.count(b"HTTP/1.1 400 ") == 1
+    assert len(live.engine.added) == before

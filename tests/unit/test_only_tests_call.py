@@ -21,7 +21,6 @@ BULK = "how a rank will use bulk channels: docs/adding-a-carrier.md"
 PARTS = "how a layout will split contexts: docs/architecture.md"
 
 ALLOWED = {
-    "_unsupported_upgrade_warning": UVICORN,
     "capture_signals": UVICORN,
     "main_loop": UVICORN,
     "eof_received": "called by asyncio",

@@ -45,7 +45,6 @@ SIGNATURES = {
     "timeout_keep_alive_handler": [],
     "_start_asgi_task": ["cycle", "app"],
     "_unset_keepalive_if_required": [],
-    "_unsupported_upgrade_warning": [],
 }
 # Attributes of what uvicorn puts into the protocol's own.
 NESTED = {

@@ -20,7 +20,8 @@ OpenAI error object.
 
 A request has one `Host` header (RFC 9112, section 3.2); in HTTP/1.0 it may have none. A client that has
 closed its sending side still gets the answers that are due (`half_closed`), except over TLS, and except in
-HTTP/1.0 before the answer begins. Answers to HTTP/1.0 have no chunks (`unframed`).
+HTTP/1.0 before the answer begins. Answers to HTTP/1.0 have no chunks (`unframed`). A request that offers
+another protocol is answered in this one (`offered_upgrade`).
 
 The protocol knows nothing of routes; `api_process` gives it to uvicorn.
 """
@@ -40,6 +41,7 @@ from uvicorn.server import ServerState
 from penstock.config.limits import ConnectionLimits
 from penstock.server.http.errors import RETRY_AFTER_S, ErrorBody, ErrorObject
 from penstock.server.http.half_closed import INTERIM, PROBE_KEY, ResetWatch
+from penstock.server.http.offered_upgrade import HttpOnlyParser
 from penstock.server.http.unframed import UnframedSend
 
 
@@ -47,6 +49,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     """The protocol of one connection, made by uvicorn; `with_limits` makes subclasses with other `limits`."""
 
     limits = ConnectionLimits()
+    parser: HttpOnlyParser  # type: ignore[assignment]  # in place of httptools' own
 
     def __init__(
         self,
@@ -56,6 +59,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.parser = HttpOnlyParser(self)
         self._timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._in_head = True
@@ -212,7 +216,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._refusal:
+        if self._refusal or self.parser.is_body_due:
             return
         self._in_body = False
         self._in_head = True
@@ -231,9 +235,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, msg)
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Nobody needs a log line for every client that offers another protocol."""
 
     def _refuse(self, status: int, reason: str) -> None:
         self._refusal = status
