@@ -131,6 +131,13 @@ class Answer:
         await turn()
 
 
+async def turn_until_done(task: asyncio.Task[Any], times: int = 200) -> None:
+    for _ in range(times):
+        if task.done():
+            return
+        await asyncio.sleep(0)
+
+
 def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 20))
 
@@ -344,6 +351,48 @@ def test_an_answer_waits_for_a_reader_that_is_far_behind(monkeypatch: pytest.Mon
         client.may_take.set()
         await writing
         assert [event.rpartition(" ")[2] for event in client.events] == [str(number) for number in range(9)]
+        await answer.end()
+        await answer.task
+
+    run(work())
+
+
+def test_no_reader_misses_an_event_that_is_too_long_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last event of a long response has all of it, and may alone have more bytes than are kept."""
+    monkeypatch.setattr(resumable, "MAX_STREAM_BYTES", 60)
+
+    async def work() -> None:
+        bed, client = Bed(), Client()
+        answer = bed.begin(client)
+        await answer.write(START, body("data: a"), body("data: " + 100 * "b"), body("data: c", more=False))
+        assert client.events == ["id: 1\ndata: a", "id: 2\ndata: " + 100 * "b", "id: 3\ndata: c"]
+        stream = bed.streams.find(bed.streams.name_of(bed.request(), "request"))
+        stream.require(2)
+        with pytest.raises(EventsGoneError, match="2 to 2"):
+            stream.require(1)
+        await answer.end()
+        await answer.task
+
+    run(work())
+
+
+def test_an_answer_waits_until_a_slow_reader_has_what_is_no_longer_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resumable, "MAX_STREAM_BYTES", 60)
+    texts = [f"{number:020}" for number in range(12)]  # each event has 34 or 35 bytes
+
+    async def work() -> None:
+        bed, client = Bed(), Client()
+        answer = bed.begin(client)
+        await answer.write(START, body(f"data: {texts[0]}"))
+        client.may_take.clear()
+        writing = asyncio.create_task(answer.write(*(body(f"data: {text}") for text in texts[1:])))
+        await turn(60)
+        assert not writing.done()
+        client.may_take.set()
+        await turn_until_done(writing)
+        assert [event.rpartition(" ")[2] for event in client.events] == texts
         await answer.end()
         await answer.task
 

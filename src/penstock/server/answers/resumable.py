@@ -9,7 +9,7 @@ comments have none. A stream is found by the id of its request and the key that 
 
 - An answer that nobody reads continues for `PATIENCE_S`, and then ends as if its client had left.
 - A stream is kept for `KEPT_S` after the end of its answer.
-- Beyond `MAX_STREAM_BYTES` the oldest events of a stream are forgotten.
+- Beyond `MAX_STREAM_BYTES` the oldest events of a stream are forgotten, when all who read have them.
 """
 
 from __future__ import annotations
@@ -125,8 +125,9 @@ class KeptStream:
             for block in message.get("body", b"").split(b"\n\n"):
                 self._add(block)
         self._news.ring()
-        while any(reader.last < self._last - MAX_LAG for reader in self._readers):
+        while any(reader.last < self._due for reader in self._readers):
             await self._progress.next.wait()
+        self._forget_oldest()
 
     async def receive(self) -> Message:
         """Report that the client has left, once nobody has read for `PATIENCE_S` or `stop` was called."""
@@ -158,8 +159,20 @@ class KeptStream:
             self._last += 1
             self._events.append(b"id: %d\n%b\n\n" % (self._last, block))
             self._num_bytes += len(self._events[-1])
-            while self._num_bytes > MAX_STREAM_BYTES:
-                self._num_bytes -= len(self._events.popleft())
+
+    @property
+    def _due(self) -> int:
+        """The number of the last event that each reader must have before the answer goes on."""
+        number, excess = self._last - len(self._events), self._num_bytes - MAX_STREAM_BYTES
+        for event in self._events:
+            if excess <= 0:
+                break
+            number, excess = number + 1, excess - len(event)
+        return max(number, self._last - MAX_LAG)
+
+    def _forget_oldest(self) -> None:
+        while self._num_bytes > MAX_STREAM_BYTES:
+            self._num_bytes -= len(self._events.popleft())
 
     # The side of the readers
 
@@ -213,10 +226,7 @@ class KeptStream:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _piece(self, reader: _Reader) -> bytes:
-        """Return the events that a reader does not have yet, and the newest comment if it is new.
-
-        Events that are already forgotten are left out.
-        """
+        """Return the events that a reader does not have yet, and the newest comment if it is new."""
         num_new = min(self._last - reader.last, len(self._events))
         events = [self._events[index] for index in range(-num_new, 0)]
         comment = self._comment if reader.num_comments < self._num_comments else b""
