@@ -114,6 +114,24 @@ def test_a_stream_that_is_stopped_ends_in_the_engine(held: LiveServer) -> None:
     connection.close()
 
 
+def test_who_reads_an_answer_that_another_client_stops_is_told(held: LiveServer) -> None:
+    """So is who comes back later: else the end of what is there would look like that of a whole answer."""
+    connection, received = asked(held, "told")
+    assert held.request("DELETE", "/v1/streams/told", None, headers())[0].status == 200
+    while not received.endswith(b"0\r\n\r\n"):
+        chunk = connection.recv(65536)
+        assert chunk
+        received += chunk
+    connection.close()
+    _, raw = resume(held, "told", headers(last_event_id="2"))
+    for got in (received, raw):
+        assert b"[DONE]" not in got
+        assert (
+            b'"message":"A client stopped this answer.","type":"aborted","param":null,"code":"client_left"'
+            in got
+        )
+
+
 def test_it_can_be_switched_off() -> None:
     config = ServerConfig(api_keys=KEYS, limits=Limits(max_resumable_streams=0), drain_s=5.0)
     with LiveServer(FakeEngine(), config=config) as live:

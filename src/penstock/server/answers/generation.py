@@ -152,13 +152,13 @@ class GenerationResponse(Response):
             await self._work.run(self._generate(send))
         except Exception as error:
             self._note_error(error)
+            self._cancel_streams()  # telling a slow client may take long
             if not self._is_client_gone:
                 await self._fail(error, send)
         finally:
             watcher.remove_done_callback(self._client_left)
             watcher.cancel()
-            for stream in self._streams:
-                stream.cancel()
+            self._cancel_streams()
             self._note_streams()
             self._context.lifecycle.leave(self)
 
@@ -175,6 +175,10 @@ class GenerationResponse(Response):
     async def _fail(self, error: Exception, send: Send) -> None:
         """Report the failure to the client: raise the error if no byte of the answer has been sent."""
         raise error
+
+    def _cancel_streams(self) -> None:
+        for stream in self._streams:
+            stream.cancel()
 
     def _add_sequences(self) -> None:
         record = self._job.record
@@ -211,11 +215,12 @@ class GenerationResponse(Response):
             else msgspec.UNSET,
         )
 
-    def _client_left(self, watcher: asyncio.Task[None]) -> None:
+    def _client_left(self, watcher: asyncio.Task[str]) -> None:
         if not watcher.cancelled():
-            self._is_client_gone = True
+            reason = watcher.result()
+            self._is_client_gone = not reason
             self._job.record.status = AbortedError.http_status
-            self.interrupt(AbortedError("The client closed the connection.", code="client_left"))
+            self.interrupt(AbortedError(reason or "The client closed the connection.", code="client_left"))
 
     def _note_tokens(self) -> None:
         now = self._context.clock()
@@ -385,10 +390,15 @@ def with_reasoning_tokens(usage: Usage, counts: list[int | None]) -> Usage:
     return msgspec.structs.replace(usage, completion_tokens_details=details)
 
 
-async def wait_for_disconnect(receive: Receive) -> None:
-    """Return when the client has closed the connection."""
-    while (await receive())["type"] != "http.disconnect":
+async def wait_for_disconnect(receive: Receive) -> str:
+    """Return when the client has closed the connection.
+
+    Returns:
+        Why the answer is to end, for clients that come back for it; empty: none can.
+    """
+    while (message := await receive())["type"] != "http.disconnect":
         pass
+    return str(message.get("reason", ""))
 
 
 def require_ready(context: GenerationContext) -> None:

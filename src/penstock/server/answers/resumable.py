@@ -7,7 +7,8 @@ A stream is kept only if its request asks for it by the header `x-penstock-resum
 written to their connection alone (`outlet.DIRECT`). Each event has a number, which it carries as its `id`;
 comments have none. A stream is found by the id of its request and the key that the request had.
 
-- An answer that nobody reads continues for `PATIENCE_S`, and then ends as if its client had left.
+- An answer that nobody reads continues for `PATIENCE_S`, and then ends as if its client had left,
+  with an error for clients that come later.
 - A stream is kept for `KEPT_S` after the end of its answer.
 - Beyond `MAX_STREAM_BYTES` the oldest events of a stream are forgotten, when all who read have them.
 """
@@ -130,7 +131,10 @@ class KeptStream:
         self._forget_oldest()
 
     async def receive(self) -> Message:
-        """Report that the client has left, once nobody has read for `PATIENCE_S` or `stop` was called."""
+        """Report that the client has left, once nobody has read for `PATIENCE_S` or `stop` was called.
+
+        The reason goes with it: the answer tells its readers, and clients that come back, why it breaks off.
+        """
         while not self._is_stopped:
             changed = self._readers_changed.next
             if self._readers:
@@ -138,9 +142,9 @@ class KeptStream:
                 continue
             left_s = self._left_at + PATIENCE_S - self._clock()
             if left_s <= 0:
-                break
+                return _gone(f"The server ended this answer, because no client read it for {PATIENCE_S:g} s.")
             await _first_of(changed.wait(), self._sleep(left_s))
-        return {"type": "http.disconnect"}
+        return _gone("A client stopped this answer.")
 
     def end(self) -> None:
         """End the stream: the answer sends nothing more."""
@@ -232,6 +236,10 @@ class KeptStream:
         comment = self._comment if reader.num_comments < self._num_comments else b""
         reader.last, reader.num_comments = self._last, self._num_comments
         return b"".join(events) + comment
+
+
+def _gone(reason: str) -> Message:
+    return {"type": "http.disconnect", "reason": reason}
 
 
 _MARK = (RESUMABLE_HEADER.encode(), b"true")
