@@ -55,7 +55,8 @@ def preflight(origin: str, method: str = "POST", headers: str = "") -> dict[str,
 
 
 READABLE = {
-    "access-control-expose-headers": "retry-after, x-penstock-warning, x-request-id",
+    "access-control-expose-headers": "request-id, retry-after, x-penstock-resumable, x-penstock-warning, "
+    "x-request-id",
     "vary": "Origin",
 }
 
@@ -99,7 +100,7 @@ def test_a_preflight_is_answered_without_a_key_and_tells_nothing_of_the_path(
     assert (response.status, raw) == (204, b"")
     assert told(response) == READABLE | {
         "access-control-allow-origin": PAGE,
-        "access-control-allow-methods": "GET, HEAD, POST",
+        "access-control-allow-methods": "DELETE, GET, HEAD, POST",
         "access-control-allow-headers": wanted,
         "access-control-max-age": "600",
     }

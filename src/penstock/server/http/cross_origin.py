@@ -21,8 +21,9 @@ from penstock.server.http.access import Headers, header_value
 PREFLIGHT_MAX_AGE_S = 600
 
 _TOKENS = re.compile(rb"[A-Za-z0-9!#$%&'+.^_`|~-]+(?:[ \t]*,[ \t]*[A-Za-z0-9!#$%&'+.^_`|~-]+)*")
-_METHODS = b"GET, HEAD, POST"
-_SHOWN = b"retry-after, x-penstock-warning, x-request-id"  # headers that the pages may read too
+_METHODS = b"DELETE, GET, HEAD, POST"
+# Headers that the pages may read too, beside those that every page may read.
+_SHOWN = b"request-id, retry-after, x-penstock-resumable, x-penstock-warning, x-request-id"
 
 HeaderList = list[tuple[bytes, bytes]]
 
