@@ -14,6 +14,7 @@ import pytest
 from fake_engine import FakeEngine
 from live_server import LiveServer, events, post_bytes
 from penstock.config.limits import ConnectionLimits
+from penstock.config.server import ServerConfig
 from penstock.errors import UnavailableError
 from penstock.server.api_process import allow_connections
 
@@ -286,6 +287,19 @@ def test_a_failure_in_a_stream_of_http_1_0_is_its_last_event() -> None:
         data = post_bytes(TEXT, {"prompt": "abc", "stream": True}).replace(b"HTTP/1.1", b"HTTP/1.0")
         got = events(_exchange(live, data).partition(b"\r\n\r\n")[2])
         assert got[-1]["error"]["code"] == "unavailable"
+        assert "ERROR" not in live.log.getvalue()
+
+
+def test_a_length_with_many_zeros_before_it_is_a_length() -> None:
+    """RFC 9110, section 8.6: it has any number of digits. Python reads no number of more than 4,300."""
+    config = ServerConfig(admin_keys=["admin"], drain_s=5.0)
+    zeros = b"Content-Length: " + b"0" * 5000
+    with LiveServer(config=config) as live:
+        for data, status in (
+            (post_bytes(TEXT, {"prompt": "a"}, "Connection: close\r\n"), b"200"),
+            (post_bytes("/resume", "", "Connection: close\r\nAuthorization: Bearer admin\r\n"), b"200"),
+        ):
+            assert _exchange(live, data.replace(b"Content-Length: ", zeros))[9:12] == status
         assert "ERROR" not in live.log.getvalue()
 
 

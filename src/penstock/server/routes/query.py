@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.errors import InvalidRequestError
+from penstock.server.http.limits import declared_length
 from penstock.server.openai.fields import alternatives, refused_field
 
 Q = TypeVar("Q", bound=msgspec.Struct)
@@ -74,7 +75,7 @@ def _refuse_body(request: Request) -> None:
 
     A client may have put its parameters there. Without them the operation would not be what the client wants.
     """
-    has_body = int(request.headers.get("content-length", 0)) > _EMPTY_BODY_BYTES
+    has_body = declared_length(request) > _EMPTY_BODY_BYTES
     if has_body or "transfer-encoding" in request.headers:
         raise InvalidRequestError(
             f"{request.url.path} takes no body.",
