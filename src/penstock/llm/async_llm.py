@@ -114,8 +114,9 @@ class AsyncLLM:
         """
         running = await self._running()
         prepared = await _off_the_loop(prompt, running.text.prompt, prompt)
-        async for output in self._stream(running, prepared, sampling_params, request_id):
-            yield output
+        async with self._outputs(running, prepared, sampling_params, request_id) as outputs:
+            async for output in outputs:
+                yield output
 
     async def chat(
         self,
@@ -135,8 +136,9 @@ class AsyncLLM:
         options = chat_options(add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
         running = await self._running()
         prepared = await _off_the_loop(messages, running.text.conversation, messages, options)
-        async for output in self._stream(running, prepared, sampling_params, request_id):
-            yield output
+        async with self._outputs(running, prepared, sampling_params, request_id) as outputs:
+            async for output in outputs:
+                yield output
 
     async def embed(
         self,
@@ -219,6 +221,16 @@ class AsyncLLM:
             raise
         running.require_alive()
         return running
+
+    def _outputs(
+        self,
+        running: _Running,
+        prompt: PreparedPrompt,
+        sampling: SamplingParams | None,
+        request_id: str | None,
+    ) -> contextlib.aclosing[AsyncGenerator[RequestOutput, None]]:
+        """Return the outputs of a request, which is aborted as soon as they are closed."""
+        return contextlib.aclosing(self._stream(running, prompt, sampling, request_id))
 
     async def _stream(
         self,
