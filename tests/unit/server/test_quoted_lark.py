@@ -90,6 +90,8 @@ def test_a_text_fits_as_it_is_and_in_a_string_of_json(
         ("start: /[a&&b]/", "[a&&b]"),
         ("start: /[z-a]/", "[z-a]"),
         (r"start: /\x01/", "the control character"),
+        ('start: "a"\nUNUSED: /\\x{FFFFFF}/', r"\x{FFFFFF}, which is not a character"),
+        ('start: "a"\nUNUSED: /\\uD800/', r"\uD800, which is not a character"),
         ("start: /" + "[" * 20_000 + "/", "the class [["),
         (r'start: "\q"', "the text"),
         ("start: ESCAPED_STRING\n%import common.ESCAPED_STRING", "%import common.ESCAPED_STRING"),

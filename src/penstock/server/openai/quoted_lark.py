@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 
@@ -191,7 +192,11 @@ def _quoted_regex(body: str, dot: Mapping[str, str]) -> str:
 
 
 def _code(atom: str) -> str:
-    return _character(chr(int(atom[2:].strip("{}"), 16)))
+    """A character by its number. The library looks at no expression that the first rule does not lead to."""
+    number = int(atom[2:].strip("{}"), 16)
+    if number > sys.maxunicode or 0xD800 <= number <= 0xDFFF:
+        raise _refused(f"{atom}, which is not a character,")
+    return _character(chr(number))
 
 
 def _escape(atom: str) -> str:
