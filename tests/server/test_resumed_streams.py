@@ -80,6 +80,15 @@ def test_a_client_that_was_cut_off_gets_the_rest_once(held: LiveServer) -> None:
     assert "finish=length" in line
 
 
+def test_the_key_may_come_in_the_other_header(held: LiveServer) -> None:
+    connection, _ = asked(held, "either")
+    connection.close()
+    held.call(held.engine.released.set)
+    status, raw = resume(held, "either", {"x-api-key": KEYS[0]})
+    assert (status, texts(raw)[0]) == (200, TEXT)
+    assert resume(held, "either", {"x-api-key": KEYS[1]})[0] == 404
+
+
 def test_other_keys_find_nothing_and_neither_does_a_request_that_has_not_asked(held: LiveServer) -> None:
     connection, _ = asked(held, "mine")
     other, received = asked(held, "plain", extra="")
