@@ -133,6 +133,36 @@ def test_signal_ends_the_process_with_code_0(tmp_path: Path, number: signal.Sign
     assert b"Traceback" not in errors
 
 
+def _fill(pipe: int) -> None:
+    """Write into a pipe, of which this is the end that is read, until it takes nothing more."""
+    end = os.open(f"/proc/self/fd/{pipe}", os.O_WRONLY | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(end, b"x")
+    os.close(end)
+
+
+def test_r16_output_that_is_blocked_holds_up_no_answer(tmp_path: Path) -> None:
+    """As by Ctrl-S, a pager, or a collector of logs that stands still: each request has a line there."""
+    model = shared_data("models", "stories260K")
+    status_read, status_write = os.pipe()
+    with socket.create_server(("127.0.0.1", 0)) as listener, os.fdopen(status_read, "rb"):
+        process = _start(_config(listener.fileno(), model, tmp_path), status_write)
+        assert process.stderr is not None
+        try:
+            os.close(status_write)
+            port = listener.getsockname()[1]
+            assert _get(port, "/v1/models")[0] == 200
+            _fill(process.stderr.fileno())
+            assert [_get(port, "/v1/models")[0] for _ in range(3)] == [200] * 3
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+            process.wait()
+            process.stderr.close()
+
+
 def test_broken_model_directory_is_reported_and_ends_with_code_3(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{broken")
     status_read, status_write = os.pipe()

@@ -176,7 +176,6 @@ KNOW_THIS_MACHINE = {
     "drafting/drafter_process.py",  # inherits its end of a socket pair
     "cli/doctor.py",  # asks whether this kernel has them
     "cli/bench/resident_memory.py",  # counts the memory of what it has started
-    "cli/output_thread.py",  # the output of its own program
     "kernels/cpu/compiler_jobs.py",  # compilers are no ranks
     "trust/credentials.py",  # hands keys to processes of its own machine, in memory without a name
     "trust/tls.py",  # OpenSSL reads keys from files only

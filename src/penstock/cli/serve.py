@@ -18,7 +18,6 @@ from msgspec import structs
 
 from penstock import __version__
 from penstock.cli.flags import with_settings
-from penstock.cli.output_thread import OutputThread
 from penstock.cli.reporter import JsonReporter, ServeReporter
 from penstock.cli.settings import ProgramConfig, configured_server
 from penstock.cli.shown_settings import config_as_toml, shown_to_clients
@@ -28,6 +27,7 @@ from penstock.config.engine import EngineConfig
 from penstock.config.server import ServerConfig
 from penstock.engine.supervisor.reports import Notice, Reporter
 from penstock.errors import UsageError
+from penstock.process.output_thread import OutputThread
 
 Run = Callable[[EngineConfig, ServerConfig, Reporter], int]
 
@@ -60,8 +60,9 @@ def start(model: str | None, given: Mapping[str, Any], invocation: Invocation, r
     engine = configured_engine(given, model)
     server = structs.replace(configured_server(given), settings=shown_to_clients(given))
     is_json = server.log_format == "json"
-    with closing(OutputThread(invocation, _say_dropped_as_json if is_json else None)) as output:
-        beside = output.invocation
+    say_dropped = _say_dropped_as_json if is_json else None
+    with closing(OutputThread(invocation.stdout, invocation.stderr, say_dropped)) as output:
+        beside = invocation.beside(output)
         reporter: Reporter = ServeReporter(beside, engine, server)
         return run(engine, server, JsonReporter(beside.stdout) if is_json else reporter)
 

@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TextIO
 
 from penstock.config.setting import flag_named_for
@@ -22,6 +22,7 @@ from penstock.errors import (
     RequestError,
     UsageError,
 )
+from penstock.process.output_thread import OutputThread
 
 _CODES = {"red": "31", "green": "32", "yellow": "33", "bold": "1", "dim": "2"}
 
@@ -57,6 +58,10 @@ class Invocation:
     environ: dict[str, str]
     verbose: bool = False
     origins: dict[str, str] = field(default_factory=dict)
+
+    def beside(self, output: OutputThread) -> Invocation:
+        """Return the same run, with output and errors that are written by this thread."""
+        return replace(self, stdout=output.stdout, stderr=output.stderr)
 
     @classmethod
     def of_process(cls) -> Invocation:

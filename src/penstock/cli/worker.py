@@ -18,13 +18,13 @@ from cyclopts import Parameter
 
 from penstock.cli.flags import flag
 from penstock.cli.launched import Launched
-from penstock.cli.output_thread import OutputThread
 from penstock.cli.terminal import Invocation, one_line
 from penstock.config.checks import above_zero
 from penstock.config.hosts import state_directory
 from penstock.errors import UsageError
 from penstock.hosts.launchers.places import LAUNCHERS, Launcher
 from penstock.process.link_ports import DEFAULT_LINK_PORTS, PortRange
+from penstock.process.output_thread import OutputThread
 
 if TYPE_CHECKING:
     from penstock.hosts.station import WorkerSettings
@@ -133,12 +133,13 @@ def _work(
     if settings.store is not None:
         require_usable(settings.store)
     show_threads_on_request()
-    with signals_of_the_end() as stop, closing(OutputThread(invocation)) as output:
+    with signals_of_the_end() as stop, closing(OutputThread(invocation.stdout, invocation.stderr)) as output:
+        beside = invocation.beside(output)
         tokens = launched.tokens(token_file, output.settle)
         manager = service_notifier(invocation.environ)
 
         def tell(line: str) -> None:
-            output.invocation.say(one_line(line))
+            beside.say(one_line(line))
             manager.status(line)
 
         manager.ready()  # before the worker joins: its head may come hours later, or be away

@@ -3,7 +3,8 @@
 The supervisor starts it and hands it the HTTP socket, which is bound, and which listens already unless the
 port is to be taken over (`process.listening`). The process serves until SIGTERM or SIGINT. It then refuses
 new requests, lets running answers end, and exits with code 0; a second signal ends running answers at once.
-It never imports torch.
+A thread writes its log, so that a
+stopped terminal does not stop the answers. The process never imports torch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import ssl
 import sys
 import time
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 import uvicorn
 import uvloop
@@ -43,9 +46,11 @@ from penstock.process.child import (
     run_child,
 )
 from penstock.process.config import ApiProcessConfig
+from penstock.process.output_thread import OutputThread
 from penstock.server.app import App, create_app
 from penstock.server.engine_port import ModelCodec, ServedModel
 from penstock.server.http.http_protocol import with_limits
+from penstock.server.http.request_log import LogForm, RequestLog
 from penstock.server.http.tls_listener import TlsListener
 from penstock.tokenizer.chat_template import AbsentChatTemplate, ChatTemplate
 from penstock.tokenizer.model_syntax import model_syntax, tool_form_caution
@@ -258,7 +263,7 @@ async def _keep_beating(pulse: Pulse) -> None:
         await asyncio.sleep(BEAT_S)
 
 
-async def serve(config: ApiProcessConfig, status: StatusWriter, pulse: Pulse) -> None:
+async def serve(config: ApiProcessConfig, status: StatusWriter, pulse: Pulse, log: RequestLog) -> None:
     """Serve on the inherited socket until told to stop."""
     beating = asyncio.create_task(_keep_beating(pulse))
     tokenizer = load_tokenizer(Path(config.model_path))
@@ -273,7 +278,7 @@ async def serve(config: ApiProcessConfig, status: StatusWriter, pulse: Pulse) ->
     engine = engines[0] if len(engines) == 1 else Replicas(engines, has_prefix_cache=config.has_prefix_cache)
     listener = socket.socket(fileno=config.listen_fd)
     ready = _WhenBoth(lambda: status.write(Ready()))
-    app = create_app(engine, config.server, model, on_ready=ready.note, hold_s=config.hold_s)
+    app = create_app(engine, config.server, model, log=log, on_ready=ready.note, hold_s=config.hold_s)
     wanted = config.server.connections
     limits = structs.replace(wanted, max_connections=allow_connections(wanted.max_connections))
 
@@ -300,9 +305,14 @@ def main(arguments: list[str]) -> int:
 
 def _run(config: ApiProcessConfig, status: StatusWriter, options: argparse.Namespace) -> int:
     enter_child("penstock api", config)
-    pulse = keep_saying_alive(status)
-    uvloop.run(serve(config, status, pulse))
+    pulse, form = keep_saying_alive(status), config.server.log_format
+    with contextlib.closing(OutputThread(sys.stderr, sys.stderr, partial(_say_dropped, form))) as output:
+        uvloop.run(serve(config, status, pulse, RequestLog(form, output.stderr)))
     return 0
+
+
+def _say_dropped(form: LogForm, stream: TextIO, count: int) -> None:
+    RequestLog(form, stream).warning("lines lost because the output was blocked", lines=count)
 
 
 if __name__ == "__main__":

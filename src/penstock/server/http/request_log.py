@@ -63,11 +63,12 @@ def json_line(level: str, text: str, values: dict[str, Value]) -> str:
     return msgspec.json.encode(fields | shown).decode() + "\n"
 
 
-FORMATS: dict[str, LogFormat] = {"text": text_line, "json": json_line}
+LogForm = Literal["text", "json"]
+FORMATS: dict[LogForm, LogFormat] = {"text": text_line, "json": json_line}
 
 
 class RequestLog:
-    def __init__(self, form: Literal["text", "json"] = "text", out: TextIO = sys.stderr) -> None:
+    def __init__(self, form: LogForm = "text", out: TextIO = sys.stderr) -> None:
         self._line = FORMATS[form]
         self._out = out
 

@@ -4,8 +4,9 @@
                    │ full, or the write fails
                    └──▶ the text is dropped; a line says how many were, once something can be written again
 
-`penstock worker` and `penstock serve` write in this way, since their loops must send heartbeats in time. The
-thread holds no lock of Python's streams, so that a program can end while the thread is blocked.
+`penstock worker`, `penstock serve` and its API process write in this way, since their loops must send
+heartbeats, or answers, in time. The thread holds no lock of Python's streams, so that a program can end while
+the thread is blocked.
 """
 
 from __future__ import annotations
@@ -15,10 +16,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple, TextIO, cast
-
-from penstock.cli.terminal import Invocation
 
 MAX_WAITING = 1000
 CLOSE_S = 1.0  # most time to write at the end what still waits
@@ -33,21 +31,22 @@ class OutputThread:
     """Writes texts in their order; a caller never waits for a text to be written.
 
     Args:
-        invocation: has the streams to write to.
-        say_dropped: writes to standard output how many texts were not written; None: as a line of text.
+        stdout, stderr: the streams to write to.
+        say_dropped: writes to `stdout` how many texts were not written; None: as a line of text.
         max_waiting: most texts that wait; further texts are dropped.
 
     Attributes:
-        invocation: a copy of the given one, whose output and errors are written by the thread.
+        stdout, stderr: streams in place of those given; the thread writes what they take.
     """
 
     def __init__(
         self,
-        invocation: Invocation,
+        stdout: TextIO,
+        stderr: TextIO,
         say_dropped: Callable[[TextIO, int], None] | None = None,
         max_waiting: int = MAX_WAITING,
     ) -> None:
-        self._stdout = PlainStream.of(invocation.stdout)
+        self._stdout = PlainStream.of(stdout)
         self._say_dropped = say_dropped or _say_dropped
         self._max_waiting = max_waiting
         self._changed = threading.Condition()
@@ -55,11 +54,8 @@ class OutputThread:
         self._num_dropped = 0  # texts that were dropped after all that wait
         self._is_idle, self._is_closed = True, False
         self._num_unsaid = 0  # texts dropped before the one that is written now; only the thread uses this
-        self.invocation = replace(
-            invocation,
-            stdout=cast(TextIO, _QueuedStream(self._stdout, self._show)),
-            stderr=cast(TextIO, _QueuedStream(PlainStream.of(invocation.stderr), self._show)),
-        )
+        self.stdout = cast(TextIO, _QueuedStream(self._stdout, self._show))
+        self.stderr = cast(TextIO, _QueuedStream(PlainStream.of(stderr), self._show))
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
         self._thread.start()
 

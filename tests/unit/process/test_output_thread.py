@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
-from penstock.cli.output_thread import OutputThread
 from penstock.cli.terminal import Invocation
 from penstock.cli.worker import worker
+from penstock.process.output_thread import OutputThread
 
 LONG_S = 30.0  # a deadline against hanging
 
@@ -43,8 +43,12 @@ class Terminal(io.StringIO):
         return super().write(text)
 
 
-def invocation(stdout: Terminal, stderr: Terminal | None = None) -> Invocation:
+def invocation(stdout: TextIO, stderr: TextIO | None = None) -> Invocation:
     return Invocation(stdout=stdout, stderr=stderr or stdout, stdin=io.StringIO(), environ={})
+
+
+def beside(output: OutputThread) -> Invocation:
+    return invocation(output.stdout, output.stderr)
 
 
 @dataclass
@@ -55,13 +59,13 @@ class Rig:
     output: OutputThread
 
     def say(self, *lines: str) -> None:
-        self.output.invocation.say(*lines)
+        beside(self.output).say(*lines)
 
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     terminal = Terminal()
-    with closing(OutputThread(invocation(terminal), max_waiting=3)) as output:
+    with closing(OutputThread(terminal, terminal, max_waiting=3)) as output:
         yield Rig(terminal, output)
         terminal.may_go_on.set()
 
@@ -69,7 +73,7 @@ def rig() -> Iterator[Rig]:
 def test_r16_lines_come_in_their_order_those_of_both_streams(rig: Rig) -> None:
     for number in range(3):
         rig.say(f"line {number}")
-        rig.output.invocation.warn(f"of {number}")
+        beside(rig.output).warn(f"of {number}")
         assert rig.output.settle(LONG_S)
     expected = "".join(f"line {number}\nwarning: of {number}\n" for number in range(3))
     assert rig.terminal.getvalue() == expected
@@ -104,14 +108,14 @@ def test_r16_output_that_fails_is_no_error_of_who_speaks(rig: Rig, error: OSErro
 
 def test_r16_what_waits_is_written_at_the_end_for_a_bounded_time() -> None:
     terminal = Terminal()
-    output = OutputThread(invocation(terminal))
-    output.invocation.say("the last word")
+    output = OutputThread(terminal, terminal)
+    beside(output).say("the last word")
     output.close(LONG_S)
     assert terminal.getvalue() == "the last word\n"
     terminal = Terminal()
     terminal.may_go_on.clear()
-    output = OutputThread(invocation(terminal))
-    output.invocation.say("the last word")
+    output = OutputThread(terminal, terminal)
+    beside(output).say("the last word")
     output.close(0.0)
     assert terminal.getvalue() == ""
     terminal.may_go_on.set()
@@ -140,12 +144,14 @@ def test_r16_a_word_that_comes_with_the_end_holds_nobody_up(
 def test_r16_a_full_pipe_is_written_to_at_once_and_past_pythons_buffers() -> None:
     """A thread that is held up within such a buffer would hold up the end of the program."""
     reader, writer = os.pipe()
-    with os.fdopen(reader) as out, os.fdopen(writer, "w") as stream:
-        given = Invocation(stdout=stream, stderr=stream, stdin=io.StringIO(), environ={})
-        with closing(OutputThread(given)) as output:
-            output.invocation.say("é" * 3, "ready")
-            assert (out.readline(), out.readline()) == ("ééé\n", "ready\n")
-            assert not output.invocation.stdout.isatty()
+    with (
+        os.fdopen(reader) as out,
+        os.fdopen(writer, "w") as stream,
+        closing(OutputThread(stream, stream)) as output,
+    ):
+        beside(output).say("é" * 3, "ready")
+        assert (out.readline(), out.readline()) == ("ééé\n", "ready\n")
+        assert not output.stdout.isatty()
 
 
 def test_r16_a_worker_with_a_full_disk_under_its_output_runs_on(
