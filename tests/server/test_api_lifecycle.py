@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,6 +19,7 @@ from penstock.config.server import ServerConfig
 from penstock.engine.stats import CoreStats, StageMemory
 from penstock.errors import ModelChangedError, UnavailableError
 from penstock.scheduler.stats import SpeculationStats
+from penstock.server.api_process import HttpServer
 from penstock.server.http.lifecycle import Interruptible
 from penstock.server.routes import health
 from penstock.trace.phases import Phase
@@ -444,6 +446,36 @@ def test_a_request_accepted_before_the_signal_is_served_though_its_body_comes_af
         live.join()
         assert "draining running=1" in live.log.getvalue()
         assert "ended_early=0" in live.log.getvalue()
+
+
+def test_r11_drain_lets_a_slow_client_take_the_rest_of_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it is written, and the request has ended, when the server is told to."""
+    unsent: list[int] = []  # when connections are closed
+    shut_down = HttpServer.shutdown
+
+    async def note_and_shut_down(server: HttpServer, sockets: list[socket.socket] | None = None) -> None:
+        connections = server.server_state.connections
+        unsent.append(sum(each.transport.get_write_buffer_size() for each in connections))
+        await shut_down(server, sockets)
+
+    monkeypatch.setattr(HttpServer, "shutdown", note_and_shut_down)
+    asked = {"prompt": ["\0" * 4000] * 2, "n": 128, "echo": True, "max_tokens": 0}
+    with LiveServer(config=ServerConfig(drain_s=20.0)) as live, socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        slow.settimeout(20)
+        slow.connect(("127.0.0.1", live.port))
+        slow.sendall(post_bytes(TEXT, asked, "Connection: close\r\n"))
+        live.wait_for(lambda: "status=200" in live.log.getvalue())
+        live.stop()
+        live.wait_for(lambda: "draining running=0" in live.log.getvalue())
+        for _ in range(20):
+            live.call(lambda: None)  # a turn of its loop
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
+        received = b"".join(iter(lambda: slow.recv(1 << 20), b""))
+        live.join()
+    choices = json.loads(received.partition(b"\r\n\r\n")[2])["choices"]
+    assert {choice["text"] for choice in choices} == {"\0" * 4000}
+    assert (len(choices), unsent) == (256, [0])
 
 
 def test_a_request_whose_body_is_too_slow_for_the_drain_gets_a_typed_503() -> None:

@@ -3,8 +3,8 @@
 The supervisor starts it and hands it the HTTP socket, which is bound, and which listens already unless the
 port is to be taken over (`process.listening`). The process serves until SIGTERM or SIGINT. It then refuses
 new requests, lets running answers end, and exits with code 0; a second signal ends running answers at once.
-A thread writes its log, so that a
-stopped terminal does not stop the answers. The process never imports torch.
+A thread writes its log, so that a stopped terminal does not stop the answers. The process never imports
+torch.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ from penstock.tokenizer.tokenizer import AbsentTokenizer, Tokenizer, load_tokeni
 BEAT_S = 0.5
 DATE_S = 1.0  # how old the date of an answer may be
 CLOSE_S = 2  # seconds for answers that were ended to reach their clients; less than the supervisor waits
+LOOK_S = 0.05  # seconds between two looks whether clients have taken what is written
 _OTHER_DESCRIPTORS = 64  # file descriptors that are not connections of clients
 
 
@@ -92,6 +93,7 @@ class HttpServer(uvicorn.Server):
         self._on_listening = on_listening
         self._drain: asyncio.Task[None] | None = None
         self._is_drained = asyncio.Event()
+        self._is_hurried = False
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -130,6 +132,7 @@ class HttpServer(uvicorn.Server):
         if self._drain is None:
             self._drain = asyncio.get_running_loop().create_task(self._drain_and_end())
         else:
+            self._is_hurried = True
             self._log.event("ended at once", running=self._lifecycle.end_all())
 
     def _secured(self, listener: socket.socket, context: ssl.SSLContext) -> TlsListener:
@@ -150,10 +153,26 @@ class HttpServer(uvicorn.Server):
 
     async def _drain_and_end(self) -> None:
         self._log.event("draining", running=self._lifecycle.num_running, seconds=self._drain_s)
+        until = asyncio.get_running_loop().time() + self._drain_s
         ended = await self._lifecycle.drain(self._drain_s)
+        await self._let_clients_take(until)
         self._log.event("drained", ended_early=ended)
         self.should_exit = True
         self._is_drained.set()
+
+    async def _let_clients_take(self, until: float) -> None:
+        """Wait while slow clients take answers that are complete, up to this loop time."""
+        loop = asyncio.get_running_loop()
+        left, until_next = self._num_unsent(), loop.time() + CLOSE_S
+        while left and loop.time() < min(until, until_next) and not self._is_hurried:
+            await asyncio.sleep(LOOK_S)
+            before, left = left, self._num_unsent()
+            if left < before:
+                until_next = loop.time() + CLOSE_S
+
+    def _num_unsent(self) -> int:
+        """Return the bytes that are written and that the system has not taken."""
+        return sum(each.transport.get_write_buffer_size() for each in self.server_state.connections)
 
 
 def uvicorn_config(app: App, limits: ConnectionLimits) -> uvicorn.Config:
