@@ -272,6 +272,13 @@ def test_a_stream_for_a_client_of_http_1_0_has_no_chunks(live: LiveServer, head:
     assert got[-1] == "[DONE]"
 
 
+def test_a_client_of_http_1_0_gets_no_interim_answer(live: LiveServer) -> None:
+    """RFC 9110, section 10.1.1. It would take it for the answer."""
+    data = post_bytes(TEXT, {"prompt": "abc"}, "Expect: 100-continue\r\n")
+    assert _exchange(live, data.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")).startswith(INTERIM)
+    assert _exchange(live, data.replace(b"HTTP/1.1", b"HTTP/1.0")).startswith(b"HTTP/1.1 200")
+
+
 def test_a_whole_answer_for_a_client_of_http_1_0_has_its_length(live: LiveServer) -> None:
     """Issue 25, point 17."""
     data = post_bytes(TEXT, {"prompt": "abc"}).replace(b"HTTP/1.1", b"HTTP/1.0")

@@ -52,6 +52,7 @@ NESTED = {
     "cycle": [
         *("response_started", "response_complete", "disconnected", "message_event", "keep_alive", "body"),
         *("scope", "send", "chunked_encoding", "expected_content_length"),  # for `unframed`
+        "waiting_for_100_continue",
     ],
 }
 

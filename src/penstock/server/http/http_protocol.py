@@ -203,7 +203,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._arm(self.limits.body_timeout_s)
         super().on_headers_complete()
         if is_old:
-            self.cycle.keep_alive = False
+            self.cycle.keep_alive = self.cycle.waiting_for_100_continue = False
             self.cycle.send = UnframedSend(self.cycle)  # type: ignore[assignment,method-assign]
         if len(self.pipeline) > self.limits.max_pipelined:
             self.transport.abort()
