@@ -38,8 +38,8 @@ def read_private(path: Path) -> bytes:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        UsageError: other users may read the file, it belongs to another user, it is too long, or it is not a
-            regular file.
+        UsageError: other users may read the file, it belongs to another user, it is too long, it is not a
+            regular file, or its disk does not give it.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -54,6 +54,8 @@ def read_private(path: Path) -> bytes:
         _require_own(path, status, f"chmod 600 {path}")
         with open(handle, "rb", closefd=False) as file:
             content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
     finally:
         os.close(handle)
     if len(content) > MAX_BYTES:
@@ -98,17 +100,24 @@ def locked(path: Path) -> Iterator[None]:
         path: path of the lock's file, which is made if it does not exist.
 
     Raises:
-        UsageError: the file of the lock cannot be made.
+        UsageError: the file of the lock cannot be made, or its file system has no locks.
     """
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise UsageError(f"{path} cannot be opened: {error.strerror}.") from error
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        _lock(handle, path)
         yield
     finally:
         os.close(handle)
+
+
+def _lock(handle: int, path: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be locked: {error.strerror}.") from error
 
 
 @contextlib.contextmanager

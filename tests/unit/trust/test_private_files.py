@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -72,6 +73,24 @@ def test_a_file_that_is_too_long_is_refused(tmp_path: Path) -> None:
     create_private(tmp_path / "key", b"x" * (private_files.MAX_BYTES + 1))
     with pytest.raises(UsageError, match="more than"):
         read_private(tmp_path / "key")
+
+
+def test_a_file_that_opens_but_cannot_be_read_is_refused() -> None:
+    memory = Path("/proc/self/mem")  # its first page is not mapped, so a read ends as on a failing disk
+    with pytest.raises(UsageError, match=r"/proc/self/mem cannot be read: Input/output error\."):
+        read_private(memory)
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+
+    def no_locks(handle: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(private_files.fcntl, "flock", no_locks)
+    with pytest.raises(UsageError, match="cannot be locked: No locks"), locked(tmp_path / "lock"):
+        raise AssertionError("the block must not begin")
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
