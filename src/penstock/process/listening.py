@@ -26,6 +26,7 @@ from penstock.process import tls
 BACKLOG = 2048
 _SO_ATTACH_REUSEPORT_CBPF = 51
 _BPF_RETURN, _SECOND = 0x06, 1
+_SocketAddress = tuple[str, int] | tuple[str, int, int, int]  # of IPv6 with its flow and its interface
 _HOST = r"(?:\[[0-9a-f:.]+\]|[a-z0-9](?:[a-z0-9._-]*[a-z0-9])?)"
 _ORIGIN = re.compile(rf"(?P<scheme>[a-z][a-z0-9+.-]*)://{_HOST}(?::(?P<port>[1-9][0-9]{{0,4}}))?")
 _IMPLIED_PORTS = frozenset({("http", "80"), ("https", "443")})
@@ -74,7 +75,8 @@ def take_over(listener: socket.socket) -> None:
 
 def url(listener: socket.socket, scheme: str = "http") -> str:
     """Return the URL of a listening socket, such as `http://127.0.0.1:8000`."""
-    host, port = listener.getsockname()[:2]
+    numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+    host, port = socket.getnameinfo(listener.getsockname(), numeric)  # with the interface of fe80::…
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
@@ -127,7 +129,7 @@ def refuse_bad_hosts(hosts: Sequence[str]) -> None:
             )
 
 
-def _resolve(config: ServerConfig) -> tuple[int, tuple[str, int]]:
+def _resolve(config: ServerConfig) -> tuple[int, _SocketAddress]:
     try:
         addresses = socket.getaddrinfo(
             config.host or "0.0.0.0", config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -139,7 +141,7 @@ def _resolve(config: ServerConfig) -> tuple[int, tuple[str, int]]:
             param="host",
         ) from error
     family, _, _, _, address = addresses[0]
-    return family, (str(address[0]), int(address[1]))
+    return family, address  # type: ignore[return-value]  # of families without addresses there is none
 
 
 def _require_key_unless_loopback(config: ServerConfig, host: str) -> None:

@@ -76,6 +76,20 @@ def test_an_address_that_is_not_ours_is_a_usage_error(host: str) -> None:
     assert raised.value.param == "host"
 
 
+def test_a_link_local_address_keeps_its_interface() -> None:
+    """Without the interface the kernel answers "Invalid argument", whoever has the address."""
+    with pytest.raises(UsageError, match="fe80::1%lo port 0: Cannot assign requested address"):
+        listen(ServerConfig(host="fe80::1%lo", port=0, insecure=True))
+
+
+def test_the_url_of_a_link_local_address_names_its_interface() -> None:
+    class Listener:
+        def getsockname(self) -> tuple[str, int, int, int]:
+            return "fe80::1", 8000, 0, socket.if_nametoindex("lo")
+
+    assert url(Listener()) == "http://[fe80::1%lo]:8000"
+
+
 def test_no_socket_is_left_open_by_a_refusal() -> None:
     before = len(os.listdir("/proc/self/fd"))
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(PortInUseError):
