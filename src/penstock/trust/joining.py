@@ -139,6 +139,7 @@ def rejoin(
     hold: Hold = hold_nothing,
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
+    claimed: type[CertificateClaim] = CertificateClaim,
 ) -> JoinedHead:
     """Connect to the head with the certificate of this host.
 
@@ -146,12 +147,13 @@ def rejoin(
         credentials: credentials of this worker.
         version: version of Penstock.
         path: path of the file that keeps the credentials; it is written if they are renewed.
+        claimed: how the worker proves itself; `KeptCertificateClaim` renews nothing.
         timeout_s, hold, clock, wall_clock: as in `join_with_token`.
 
     Raises:
         As `join_with_token`; CertificateError if the certificate is revoked or expired (`needs_token`).
     """
-    claim = CertificateClaim(credentials, version, wall_clock())
+    claim = claimed(credentials, version, wall_clock())
     context = link_client_context(credentials)
     keep = _keeping(path, kept=[credentials])
     with _joined(address, context, claim, keep, timeout_s, clock, wall_clock, hold) as head:

@@ -32,6 +32,7 @@ from penstock.trust.credentials import Credentials
 from penstock.trust.join_token import JoinToken
 from penstock.trust.joining import Address, JoinedHead, join_with_token, needs_token, rejoin
 from penstock.trust.token_prompt import NO_TOKEN, Tokens
+from penstock.trust.worker_join import CertificateClaim, KeptCertificateClaim
 
 
 class Membership:
@@ -54,6 +55,7 @@ class Membership:
         self._tokens = tokens
         self._tell = tell
         self._credentials: list[Credentials] = []  # none, or one
+        self._claimed: type[CertificateClaim] = CertificateClaim  # at the next try to rejoin
         with contextlib.suppress(FileNotFoundError):
             self._credentials.append(Credentials.load(path))
 
@@ -80,15 +82,18 @@ class Membership:
         except (CertificateError, WrongClusterError) as error:
             return self._join_with(self._other_token(error, cancellation), cancellation)
         except UsageError as error:  # here or at the head, such as a full disk: a later try may succeed
+            self._claimed = KeptCertificateClaim  # the disk may have no room for a newer certificate
             raise JoinError(error.message, remedy=error.remedy) from error
 
     def _rejoin(self, cancellation: Cancellation) -> JoinedHead:
+        claimed, self._claimed = self._claimed, CertificateClaim
         head = rejoin(
             self._head,
             self._credentials[0],
             version=own_version(),
             path=self._path,
             hold=cancellation.add,
+            claimed=claimed,
         )
         self._credentials = [head.credentials]
         return head

@@ -152,14 +152,21 @@ class CertificateClaim:
         return AGENT_ROLE
 
 
-class CertificateVisit(CertificateClaim):
+class KeptCertificateClaim(CertificateClaim):
+    """The claim of a worker that goes on with its certificate, such as while a newer one cannot be stored."""
+
+    def request(self, hello: Hello, head_certificate: bytes) -> bytes:
+        return framed(Kind.REJOIN, msgspec.msgpack.encode(RejoinRequest(version=self._version)))
+
+    def credentials(self, hello: Hello, certificate: bytes) -> Credentials:
+        return self._credentials
+
+
+class CertificateVisit(KeptCertificateClaim):
     """The claim of a worker with a certificate that only looks whether it could join; it renews nothing."""
 
     def request(self, hello: Hello, head_certificate: bytes) -> bytes:
         return framed(Kind.VISIT, msgspec.msgpack.encode(RejoinRequest(version=self._version)))
-
-    def credentials(self, hello: Hello, certificate: bytes) -> Credentials:
-        return self._credentials
 
 
 class WorkerJoin:

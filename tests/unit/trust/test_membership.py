@@ -8,6 +8,7 @@ import socket
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from clusters import Cluster, answering, served
@@ -22,9 +23,9 @@ from penstock.errors import (
     UsageError,
     WrongClusterError,
 )
-from penstock.trust import membership
+from penstock.trust import admission, credentials, membership
 from penstock.trust.cancellation import Cancellation
-from penstock.trust.certificates import HOST_LIFE_S, new_key, signing_request
+from penstock.trust.certificates import HOST_LIFE_S, new_key, read_certificate, signing_request
 from penstock.trust.credentials import Credentials
 from penstock.trust.join_token import JoinToken
 from penstock.trust.joining import Address
@@ -213,6 +214,44 @@ def test_r16_a_worker_comes_back_though_neither_disk_has_room(
     with served(cluster, own_version()) as door:
         desk.join(door.address, Prompt())
         door.await_news(lambda: door.entered == ["desk"])
+
+
+def age(desk: Desk, cluster: Cluster) -> None:
+    """Give the host a certificate that it had for more than half a year, so that it wants a newer one."""
+    present = Credentials.load(desk.path)
+    cluster.wall_clock.seconds -= 0.6 * HOST_LIFE_S
+    aged = cluster.identity.sign_host(signing_request(present.key_pem), "desk")
+    cluster.wall_clock.seconds += 0.6 * HOST_LIFE_S
+    serials = [read_certificate(pem)[0] for pem in (present.certificate_pem, aged)]
+    cluster.book.renew("desk", *serials)
+    msgspec.structs.replace(present, certificate_pem=aged).save(desk.path)
+
+
+@pytest.mark.parametrize("is_head_full", [False, True])
+def test_r16_a_host_whose_certificate_is_old_comes_back_though_a_disk_has_no_room(
+    desk: Desk, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, is_head_full: bool
+) -> None:
+    age(desk, cluster)
+    before = Credentials.load(desk.path)
+
+    def no_room(path: Path, content: bytes) -> None:
+        raise UsageError(f"{path} cannot be written: No space left on device.")
+
+    with served(cluster, own_version()) as door, monkeypatch.context() as full:
+        full.setattr(admission if is_head_full else credentials, "replace_private", no_room)
+        own = desk.membership(door.address, Prompt())
+        with pytest.raises(JoinError, match="No space left") as raised:
+            own.join(Cancellation())
+        assert not own.is_final(raised.value)
+        door.await_news(lambda: len(door.refused) == 1)
+        own.join(Cancellation()).connection.close()
+        door.await_news(lambda: door.entered == ["desk"])
+    assert Credentials.load(desk.path) == before
+    cluster.connected.leave("desk")
+    with served(cluster, own_version()) as door:
+        own = desk.membership(door.address, Prompt())
+        own.join(Cancellation()).connection.close()
+    assert Credentials.load(desk.path) != before, "with room it is renewed"
 
 
 def test_r16_what_a_host_cannot_write_when_it_comes_back_may_pass(
