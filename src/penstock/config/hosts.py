@@ -5,6 +5,7 @@ Workers have flags of their own (`cli.worker`).
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import socket
@@ -120,8 +121,9 @@ def own_host_name(given: str) -> str:
     return given or re.sub(r"[^A-Za-z0-9._-]+", "-", socket.gethostname()).strip("-._")[:64] or "host"
 
 
+@functools.cache  # the package may be replaced while this process goes on with the code that it has
 def own_version() -> str:
-    """Return the version of Penstock on this host; all hosts must have the same."""
+    """Return the version of Penstock that this process runs; all hosts must have the same."""
     return metadata.version("penstock")
 
 

@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 
+from penstock.config import hosts
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
-from penstock.config.hosts import HostsConfig, own_host_name, parse_address, state_directory
+from penstock.config.hosts import (
+    HostsConfig,
+    own_host_name,
+    own_version,
+    parse_address,
+    state_directory,
+)
 from penstock.errors import UsageError
 from penstock.trust.peer_names import HOST_NAME
 
@@ -88,6 +95,15 @@ def test_g1_a_machine_has_a_name_that_a_certificate_can_carry(
     monkeypatch.setattr("socket.gethostname", lambda: machine)
     assert HOST_NAME.fullmatch(own_host_name(""))
     assert own_host_name("desk") == "desk"
+
+
+def test_r15_a_process_keeps_its_version_when_the_package_is_replaced_under_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker that joins again still has the old code: it is neither refused nor trusted as a new one."""
+    before = own_version()
+    monkeypatch.setattr(hosts.metadata, "version", lambda _: "9.9.9")
+    assert own_version() == before
 
 
 def test_state_is_kept_where_the_user_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
