@@ -370,8 +370,8 @@ def _explained(address: Address) -> Iterator[None]:
         ) from error
     except ssl.SSLError as error:
         raise refusal(error) from error
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name of DNS has such a part
         raise LinkClosedError(
-            f"the head at {shown} cannot be reached: {error.strerror or error}.",
+            f"the head at {shown} cannot be reached: {getattr(error, 'strerror', None) or error}.",
             remedy="Check the address, and that both hosts are on one network.",
         ) from error

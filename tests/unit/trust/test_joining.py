@@ -103,6 +103,12 @@ def refused(
         assert cluster.token.text() not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["a" * 64, "a..b"])
+def test_r15_a_name_that_no_resolver_takes_is_named(cluster: Cluster, desk: Desk, name: str) -> None:
+    with pytest.raises(LinkClosedError, match=f"the head at {name}:7700 cannot be reached: .*label"):
+        desk.join((name, 7700), cluster.token)
+
+
 def test_r15_a_wrong_token_is_refused_on_both_sides(cluster: Cluster, desk: Desk) -> None:
     with refused(cluster, JoinTokenError) as address:
         desk.join(address, JoinToken.new(cluster.identity.public_key))
