@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from penstock.errors import JoinError
 from penstock.hosts.bell import Bell
 from penstock.trust.cancellation import Cancellation, CancelledError
 from penstock.trust.joining import JoinedHead
@@ -33,7 +34,7 @@ class JoinAttempts:
         self._bell = Bell()
         self._cancellation = Cancellation()
         self._results: list[JoinedHead | Exception] = []  # none, or one that was not taken yet
-        self._thread = threading.Thread()  # never started; the first attempt replaces it
+        self._thread = threading.Thread()  # never started; the first attempt's replaces it
 
     def fileno(self) -> int:
         return self._bell.fileno()
@@ -42,12 +43,19 @@ class JoinAttempts:
         """Begin an attempt in a thread, and return at once; the last result must have been taken."""
         assert not self._results, "the previous attempt was not used"
         self._cancellation = Cancellation()
-        self._thread = threading.Thread(target=self._run, name="join", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="join", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # as many threads as this user or container may have
+            self._results.append(JoinError(f"this host cannot join at the moment: {error}."))
+            self._bell.ring()
+        else:
+            self._thread = thread
 
     def take(self) -> JoinedHead:
         """Return the head that the ended attempt has joined; raise the error with which it has failed."""
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         self._bell.hush()
         result = self._results.pop()
         if isinstance(result, Exception):

@@ -23,6 +23,7 @@ from penstock.errors import (
     JoinError,
     OtherVersionError,
     PeerError,
+    PenstockError,
     UsageError,
     WrongClusterError,
 )
@@ -84,6 +85,10 @@ class Membership:
         except UsageError as error:  # here or at the head, such as a full disk: a later try may succeed
             self._claimed = KeptCertificateClaim  # the disk may have no room for a newer certificate
             raise JoinError(error.message, remedy=error.remedy) from error
+        except PenstockError:  # raised as it is; some of these are an OSError too
+            raise
+        except OSError as error:  # before a connection is tried, such as too many open files
+            raise JoinError(f"this host cannot join at the moment: {error.strerror}.") from error
 
     def _rejoin(self, cancellation: Cancellation) -> JoinedHead:
         claimed, self._claimed = self._claimed, CertificateClaim

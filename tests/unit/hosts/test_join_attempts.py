@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from clusters import WAIT_S
-from penstock.errors import LinkClosedError
+from penstock.errors import JoinError, LinkClosedError
 from penstock.hosts.join_attempts import JoinAttempts
 from penstock.hosts.local_process import Descriptor
 from penstock.hosts.station import WorkerSettings
@@ -60,6 +60,28 @@ def test_r15_an_attempt_ends_with_the_head_or_with_its_error_and_another_one_may
     attempts.close()
     ours.sendall(b"still open: it belongs to whoever has taken it")
     ours.close()
+    theirs.close()
+
+
+def test_r16_an_attempt_for_which_no_thread_can_be_started_fails_and_the_next_one_may_succeed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = socket.socketpair()
+    attempts = JoinAttempts(lambda _: head_at(ours))
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", no_thread)
+        attempts.begin()
+    await_end(attempts)
+    with pytest.raises(JoinError, match="can't start new thread"):
+        attempts.take()
+    attempts.begin()
+    await_end(attempts)
+    attempts.take().connection.close()
+    attempts.close()
     theirs.close()
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import socket
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -214,6 +216,30 @@ def test_r16_a_worker_comes_back_though_neither_disk_has_room(
     with served(cluster, own_version()) as door:
         desk.join(door.address, Prompt())
         door.await_news(lambda: door.entered == ["desk"])
+
+
+def test_r16_a_host_that_has_no_descriptor_for_its_connection_tries_again(
+    desk: Desk, cluster: Cluster
+) -> None:
+    with served(cluster, own_version()) as door:
+        own = desk.membership(door.address, Prompt())
+        with no_descriptor_left(), pytest.raises(JoinError, match="Too many open files") as raised:
+            own.join(Cancellation())
+        assert not own.is_final(raised.value)
+        own.join(Cancellation()).connection.close()
+        door.await_news(lambda: door.entered == ["desk"])
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def age(desk: Desk, cluster: Cluster) -> None:
