@@ -16,11 +16,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.errors import JoinError, LinkClosedError, PeerError, WaitTimeoutError
+from penstock.errors import JoinError, LinkClosedError, PeerError, PenstockError, WaitTimeoutError
 from penstock.hosts.join_attempts import JoinAttempts
 from penstock.hosts.station import Station, WorkerSettings
 from penstock.hosts.weights.weight_cache import WeightCache
 from penstock.process.readiness import Waitable
+from penstock.trust.certificates import read_certificate
+from penstock.trust.credentials import Credentials
+from penstock.trust.join_token import JoinToken
 from penstock.trust.joining import Address
 from penstock.trust.membership import Membership
 from penstock.trust.private_files import make_private_directory
@@ -42,6 +45,27 @@ def credentials_path(state: Path, head: Address, name: str) -> Path:
     """
     host, port = head
     return state / "worker" / f"{host.replace('/', '_')}_{port}_{name}"
+
+
+def follow_head(path: Path, host: str, token: JoinToken) -> None:
+    """Give a host's certificate the path for the address that its head has now, if it has another one there.
+
+    The head is known by its token's cluster. It has another address after a new lease of DHCP, or if a search
+    in the network comes upon another of its addresses. A token may be used up by then.
+
+    Args:
+        path: path of the certificate for the address of now; nothing is done if the file exists.
+        host: name of the worker's host. Hosts that share a home have their certificates in one directory.
+        token: the join token.
+    """
+    if path.exists():
+        return
+    for other in path.parent.iterdir():
+        with contextlib.suppress(PenstockError, OSError):  # not a certificate, or not ours to read
+            _, name, _ = read_certificate(Credentials.load(other).certificate_pem)
+            if (name.cluster, name.host) == (token.cluster, host):
+                other.replace(path)
+                return
 
 
 class Worker:
@@ -83,6 +107,8 @@ class Worker:
         """
         settings = self._settings
         make_private_directory(self._path.parent)
+        if (token := self._tokens.at_hand()) is not None:
+            follow_head(self._path, settings.name, token)
         membership = Membership(settings.head, settings.name, self._path, self._tokens, self._tell)
         attempts = JoinAttempts(membership.join)
         with (

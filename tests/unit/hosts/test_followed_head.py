@@ -1,0 +1,95 @@
+"""A head that has another address than before: its workers need no token again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from clusters import Cluster
+from penstock.errors import LinkClosedError
+from penstock.hosts.local_process import Descriptor
+from penstock.hosts.station import WorkerSettings
+from penstock.hosts.worker import Worker, credentials_path
+from penstock.process.link_ports import PortRange
+from penstock.trust.credentials import Credentials
+from penstock.trust.join_token import JoinToken
+from penstock.trust.token_prompt import GivenTokens
+
+BEFORE, NOW = ("10.0.0.9", 7700), ("127.0.0.1", 1)  # at port 1 nobody listens
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path / "head", max_joins=2)
+
+
+@pytest.fixture
+def stop() -> Iterator[int]:
+    reading, writing = os.pipe()
+    yield reading
+    os.close(reading)
+    os.close(writing)
+
+
+def run_worker(directory: Path, token: JoinToken, stop: int) -> None:
+    """Run a worker named desk, whose head is not there, so that it ends at once."""
+    path = directory / "token"
+    path.write_text(token.text())
+    path.chmod(0o600)
+    settings = WorkerSettings(
+        head=NOW,
+        name="desk",
+        state=directory,
+        address="127.0.0.1",
+        ports=PortRange(0, 0),
+        away_limit_s=1e-9,
+    )
+    with contextlib.suppress(LinkClosedError):  # raised where it has no certificate
+        Worker(settings, GivenTokens(path), lambda _: None, Descriptor(stop)).run()
+
+
+def has_certificate(directory: Path, address: tuple[str, int]) -> bool:
+    return credentials_path(directory, address, "desk").exists()
+
+
+def test_g1_the_certificate_goes_with_the_head_to_its_new_address(
+    cluster: Cluster, tmp_path: Path, stop: int
+) -> None:
+    joined = cluster.joined("desk")
+    joined.save(credentials_path(tmp_path, BEFORE, "desk"))
+    (tmp_path / "worker" / "damaged").write_bytes(b"?")
+    run_worker(tmp_path, cluster.token, stop)
+    assert Credentials.load(credentials_path(tmp_path, NOW, "desk")) == joined
+    assert not has_certificate(tmp_path, BEFORE)
+
+
+@pytest.mark.parametrize("host", ["my_desk", "attic"])
+def test_g1_the_certificate_of_another_host_stays(
+    cluster: Cluster, tmp_path: Path, stop: int, host: str
+) -> None:
+    """Hosts may have one state directory, such as in a home that all of them mount."""
+    cluster.joined(host).save(credentials_path(tmp_path, BEFORE, host))
+    run_worker(tmp_path, cluster.token, stop)
+    assert not has_certificate(tmp_path, NOW)
+    assert credentials_path(tmp_path, BEFORE, host).exists()
+
+
+def test_g1_the_certificate_of_another_cluster_stays(cluster: Cluster, tmp_path: Path, stop: int) -> None:
+    cluster.joined("desk").save(credentials_path(tmp_path, BEFORE, "desk"))
+    run_worker(tmp_path, Cluster(tmp_path / "other").token, stop)
+    assert has_certificate(tmp_path, BEFORE)
+    assert not has_certificate(tmp_path, NOW)
+
+
+def test_g1_a_certificate_for_the_address_is_kept(cluster: Cluster, tmp_path: Path, stop: int) -> None:
+    for address in (BEFORE, NOW):
+        made = cluster.joined("desk")
+        made.save(credentials_path(tmp_path, address, "desk"))
+        cluster.connected.leave("desk")
+    run_worker(tmp_path, cluster.token, stop)
+    assert has_certificate(tmp_path, BEFORE)
+    assert Credentials.load(credentials_path(tmp_path, NOW, "desk")) == made
