@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import UsageError
 from penstock.hosts.bell import Bell
+from penstock.hosts.network.interfaces import HostAddress, usable_addresses
 
 if TYPE_CHECKING:
     from zeroconf import Zeroconf
@@ -104,13 +105,13 @@ class HeadSearch:
         if state_change.name == "Removed":
             return
         service = zeroconf.get_service_info(service_type, name, timeout=self._timeout_ms)
-        address = None if service is None else head_address(service, self._cluster)
+        address = None if service is None else head_address(service, self._cluster, usable_addresses())
         if address is not None:
             self._found.put(address)
             self._bell.ring()
 
 
-def head_address(service: Any, cluster: str) -> Address | None:
+def head_address(service: Any, cluster: str, own: Sequence[HostAddress] = ()) -> Address | None:
     """Return the address and port where workers join an announced head, or None.
 
     None stands for a head of another cluster, and for an announcement that makes no sense.
@@ -118,17 +119,31 @@ def head_address(service: Any, cluster: str) -> Address | None:
     Args:
         service: a `zeroconf.ServiceInfo`, which anybody in the network may have written.
         cluster: name of the cluster whose head is looked for; empty: any cluster.
+        own: addresses of this host, the most promising first. The library gives the addresses of a head in
+            any order.
     """
     properties = {key: value or b"" for key, value in service.properties.items()}
     if cluster and properties.get(b"cluster") != cluster.encode():
         return None
     if not service.port or not 0 < service.port <= 65535:
         return None
-    for text in service.parsed_addresses():
-        address = ipaddress.ip_address(text)
-        if not (address.is_unspecified or address.is_multicast or address.is_link_local):
-            return str(address), service.port
-    return None
+    announced = [ipaddress.ip_address(text) for text in service.parsed_addresses()]
+    usable = [one for one in announced if not (one.is_unspecified or one.is_multicast or one.is_link_local)]
+    if not usable:
+        return None
+    return str(min(usable, key=lambda address: _remoteness(address, own))), service.port
+
+
+def _remoteness(address: ipaddress.IPv4Address | ipaddress.IPv6Address, own: Sequence[HostAddress]) -> int:
+    """Return the place of an address in the order to try them: those in a network of this host come first.
+
+    The last are addresses that this host has itself. A bridge of containers has the same one on many hosts.
+    """
+    interfaces = [ipaddress.ip_interface((one.address, one.prefix)) for one in own]
+    if any(address == one.ip for one in interfaces):
+        return len(interfaces) + 1
+    beside = (place for place, one in enumerate(interfaces) if address in one.network)
+    return next(beside, len(interfaces))
 
 
 def _library() -> Any:

@@ -15,6 +15,7 @@ from penstock.hosts.launchers.starter import WantedWorkers
 from penstock.hosts.network import discovery
 from penstock.hosts.network.discovery import HeadSearch, head_address
 from penstock.hosts.network.head_search import found_head
+from penstock.hosts.network.interfaces import HostAddress, Medium
 from penstock.trust.join_token import JoinToken
 
 OURS, OTHER = "ab" * 16, "cd" * 16
@@ -50,6 +51,32 @@ def test_i2_the_head_of_the_tokens_cluster_is_taken_and_no_other(
     service: Service, cluster: str, found: tuple[str, int] | None
 ) -> None:
     assert head_address(service, cluster) == found
+
+
+def own_address(address: str, prefix: int, medium: Medium = Medium.WIRED) -> HostAddress:
+    return HostAddress(address=address, prefix=prefix, interface="eth0", medium=medium, mtu=1500)
+
+
+@pytest.mark.parametrize(
+    ("announced", "found"),
+    [
+        (["172.17.0.1", "203.0.113.5", "192.168.1.5"], "192.168.1.5"),
+        (["172.17.0.1", "203.0.113.5"], "203.0.113.5"),
+        (["172.17.0.2", "fd00::5"], "fd00::5"),
+        (["172.17.0.1", "192.168.1.7"], "172.17.0.1"),
+    ],
+    ids=["one network", "by a router", "the better network", "the head is on this host"],
+)
+def test_i2_a_head_of_several_addresses_is_joined_where_this_host_reaches_it(
+    announced: list[str], found: str
+) -> None:
+    """The library keeps no order, and a bridge of containers has the same address on many hosts."""
+    own = [
+        own_address("192.168.1.7", 24),
+        own_address("fd00::7", 64),
+        own_address("172.17.0.1", 16, Medium.INTERNAL),
+    ]
+    assert head_address(Service(OURS, 7700, *announced), OURS, own) == (found, 7700)
 
 
 class Announcements:
