@@ -13,7 +13,8 @@ both carriers see to that.
 - Keepalive ends a stream whose path has been dead for some seconds. The heartbeat between hosts may not
   notice that, since it may cross by another cable. The kernels ask and answer each other, so that a stopped
   or busy process ends nothing. A kernel does not ask while it has unsent bytes; the kernel at the reading
-  end of a one-way stream never has any, and always asks.
+  end of a one-way stream never has any, and always asks. A dialling end asks before the ends have met, too:
+  it may wait for an hour until the other one has loaded.
 - `TCP_USER_TIMEOUT` is unset while a stream lives: it would end links to a reader that has stopped reading.
 - When a stream is closed, `TCP_USER_TIMEOUT` bounds how long the kernel goes on sending what was left to a
   host that is gone.
@@ -129,6 +130,14 @@ def raise_if_interrupted(ready: Sequence[tuple[int, int]], *others: int) -> None
         raise StreamEndedError
 
 
+def watch_path(connected: socket.socket) -> None:
+    """Let the kernel end a connection whose path has been dead for some seconds."""
+    if connected.family in _IP_FAMILIES:
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            connected.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
 class Stream:
     """A connected stream of bytes; its calls belong to one thread, but for `close` and `has_lost_peer`.
 
@@ -144,9 +153,7 @@ class Stream:
         connected.setblocking(False)
         if connected.family in _IP_FAMILIES:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in _KEEPALIVE.items():
-                connected.setsockopt(socket.IPPROTO_TCP, option, value)
+            watch_path(connected)
             for (level, option), value in _OF_PRECEDENCE[precedence].items():
                 connected.setsockopt(level, option, value)
         self._socket = connected

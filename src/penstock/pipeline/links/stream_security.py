@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from penstock.errors import CertificateError, ProtocolError
+from penstock.pipeline.links.stream import watch_path
 from penstock.process.endpoints import (
     Certified,
     Challenged,
@@ -92,6 +93,7 @@ def secured(connected: socket.socket, proof: Proof, wait: Wait) -> socket.socket
     connected.setblocking(False)
     stream = connected
     try:
+        watch_path(connected)
         stream = proof.wrap(connected)
         if isinstance(stream, ssl.SSLSocket):
             _when_ready(stream.do_handshake, stream, wait)

@@ -30,11 +30,11 @@ from penstock.errors import (
 from penstock.hosts.rank_host import PlanNeed
 from penstock.hosts.remote_host import SILENCE_LIMIT_S
 from penstock.hosts.stream_ends import DiallingEnd, StreamEnd, StreamInvitation
-from penstock.pipeline.links import stream_opening
+from penstock.pipeline.links import stream_opening, stream_security
 from penstock.pipeline.links.channel import PolledChannel
 from penstock.pipeline.links.channel_carriers import open_channel
 from penstock.pipeline.links.stream import Interruption, Stream
-from penstock.process.endpoints import Certified, DialledStream, StreamSecurity, StreamSide
+from penstock.process.endpoints import Certified, DialledStream, PlainText, StreamSecurity, StreamSide
 from penstock.process.link_ports import listen_in_range
 from penstock.process.readiness import await_readable
 from penstock.trust.credentials import Credentials
@@ -116,6 +116,21 @@ def test_g1_a_way_that_is_dead_ends_its_streams_after_the_heartbeat_would(closin
     assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert SILENCE_LIMIT_S < idle_s + every_s * count <= 2 * SILENCE_LIMIT_S
     assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+
+
+def test_g1_a_way_that_dies_while_the_other_end_loads_is_noticed_as_soon(closing: ExitStack) -> None:
+    """The dialling end waits for the first word of the other one, for up to an hour."""
+    ours, theirs = tcp_pair()
+    closing.callback(theirs.close)
+    asks = []
+
+    def wait(fd: int, events: int) -> None:
+        asks.append(ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+        raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        stream_security.secured(ours, stream_security.proof_of(PlainText(), "dialler"), wait)
+    assert asks == [1]
 
 
 def test_g1_either_end_may_be_opened_first_and_neither_waits_for_the_other(closing: ExitStack) -> None:
