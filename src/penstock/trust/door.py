@@ -14,6 +14,7 @@ The head has a door for workers (`trust.worker_door`); carriers between hosts ha
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import selectors
 import socket
@@ -30,6 +31,8 @@ from penstock.trust.conversation import Conversation
 from penstock.trust.tls import refusal
 
 Speaker = TypeVar("Speaker", bound=Conversation)
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_REST_S = 1.0  # without looking for peers, while this process or its host has no descriptor or memory for one
 _RECEIVED = struct.Struct("=Q")
 _RECEIVED_OFFSET = 128  # of tcpi_bytes_received in the kernel's struct tcp_info
 
@@ -179,6 +182,7 @@ class Door(Generic[Speaker]):
         self._limits = limits
         self._clock = clock
         self._visitors: set[_Visitor[Speaker]] = set()
+        self._rests_until = -math.inf
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._listens = False
@@ -192,7 +196,7 @@ class Door(Generic[Speaker]):
     def fileno(self) -> int:
         """Return a descriptor that is readable when `serve` has something to do.
 
-        `serve` must also be called after `patience_s` seconds, to send away peers that are late.
+        `serve` must also be called after `patience_s` seconds, such as to send away peers that are late.
         """
         return self._selector.fileno()
 
@@ -221,15 +225,20 @@ class Door(Generic[Speaker]):
         self._listener.close()
 
     def patience_s(self) -> float:
-        """Return the seconds until the first peer is late; infinite if no peer is at the door."""
-        deadlines = [visitor.deadline - self._clock() for visitor in self._visitors]
-        return max(0.0, min(deadlines, default=math.inf))
+        """Return the seconds until the first peer is late, or a rest ends; infinite if there is neither."""
+        now = self._clock()
+        times = [visitor.deadline for visitor in self._visitors]
+        if self._rests_until > now:
+            times.append(self._rests_until)
+        return max(0.0, min(times, default=math.inf) - now)
 
     def _accept(self, entered: list[Entered[Speaker]]) -> None:
         while self.num_visitors < self._limits.max_peers:
             try:
                 accepted, address = self._listener.accept()
-            except OSError:  # no peer waits, or it is gone already, or there are no descriptors now
+            except OSError as error:  # no peer waits, or it is gone already
+                if error.errno in _EXHAUSTED:  # the peer goes on waiting, so the listener stays readable
+                    self._rests_until = self._clock() + _REST_S
                 return
             accepted.setblocking(False)
             shown = shown_address(address)
@@ -282,7 +291,7 @@ class Door(Generic[Speaker]):
         self._selector.unregister(visitor.connection)
 
     def _listen_while_there_is_room(self) -> None:
-        has_room = self.num_visitors < self._limits.max_peers
+        has_room = self.num_visitors < self._limits.max_peers and self._rests_until <= self._clock()
         if has_room and not self._listens:
             self._selector.register(self._listener, selectors.EVENT_READ, None)
         elif self._listens and not has_room:

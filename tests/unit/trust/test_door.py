@@ -12,7 +12,9 @@ from random import Random
 import pytest
 
 from clusters import HEAD_HOST, VERSION, WAIT_S, Cluster, SetClock
+from descriptors import no_descriptor_left
 from penstock.errors import JoinError, PeerError, PenstockError, ProtocolError, WaitTimeoutError
+from penstock.process.readiness import await_readable
 from penstock.trust.challenge import AcceptedChallenge, DialledChallenge
 from penstock.trust.door import Door, DoorLimits, Entered, shown_address
 from penstock.trust.head_join import HeadJoin
@@ -85,6 +87,19 @@ def is_closed(client: socket.socket) -> bool:
     except ConnectionResetError:
         return True
     return True
+
+
+def test_r16_a_door_without_a_descriptor_for_its_next_peer_rests_until_there_may_be_one(
+    made: DoorOfTests,
+) -> None:
+    """The peer waits in the kernel's queue, so the listener is readable all the time."""
+    made.connect()
+    with no_descriptor_left():
+        made.door.serve(WAIT_S)
+        assert await_readable([made.door], 0.0) == []
+        assert 0.0 < made.door.patience_s() <= 1.0
+    made.clock.seconds += made.door.patience_s()
+    made.serve_until(num_visitors=1)
 
 
 def test_the_limits_are_those_that_are_promised() -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import socket
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from clusters import Cluster, answering, served
+from descriptors import no_descriptor_left
 from penstock.config.hosts import own_version
 from penstock.errors import (
     CertificateError,
@@ -228,18 +227,6 @@ def test_r16_a_host_that_has_no_descriptor_for_its_connection_tries_again(
         assert not own.is_final(raised.value)
         own.join(Cancellation()).connection.close()
         door.await_news(lambda: door.entered == ["desk"])
-
-
-@contextmanager
-def no_descriptor_left() -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.dup(0)
-    os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def age(desk: Desk, cluster: Cluster) -> None:
