@@ -208,10 +208,17 @@ class GatheredHosts:
         if num_left_out := self._gate.take_left_out():
             self._voices.tell(f"also refused: {_counted(num_left_out, 'more connection')}")
         for worker in self._gate.take():
-            if has_place(worker.host):
-                self._let_in(worker)
-            else:
+            if not has_place(worker.host):
                 self._turn_away(worker)
+                continue
+            try:
+                self._let_in(worker)
+            except OSError as error:  # such as no descriptor; the worker comes back
+                self._voices.tell(
+                    f"the worker {worker.host} cannot be let in at the moment: {error.strerror}"
+                )
+                worker.wire.close()
+                self._gate.leave(worker.host)
 
     def _has_place(self, host: str) -> bool:
         is_missing = len(self._workers_there) < self._num_workers

@@ -290,7 +290,7 @@ class RemoteHost:
         self._awaited, self._answers = 0, list[Accepted | EndFailed]()  # the awaited end, its answer
         self._scout_asked = 0  # number of the last question about network paths
         self.scout_answers: dict[int, FromScout] = {}
-        self._clock_estimate, self.bell, self._line = ClockEstimate(), Bell(), LastingSource()
+        self._clock_estimate, self._line, self.bell = ClockEstimate(), LastingSource(), Bell()
         self._begin(wire, hello)
 
     def attach(self, wire: AgentWire[ToHead], hello: AgentHello) -> bool:

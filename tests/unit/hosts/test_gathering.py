@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from descriptors import no_descriptor_left
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from penstock.config.hosts import HostsConfig
 from penstock.errors import PortInUseError, UnavailableError, UsageError
@@ -233,6 +234,25 @@ def test_g1_a_worker_that_leaves_is_told_and_comes_back_as_the_same_host(joining
     joining.start_worker()  # with its certificate: the token is used up
     joining.await_told("desk has joined")
     assert host.is_there
+
+
+def test_r16_a_worker_for_which_the_head_has_no_descriptor_comes_back_and_the_engine_goes_on(
+    joining: Joining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[RemoteHost] = []
+
+    def make(*given: Any, **named: Any) -> RemoteHost:
+        monkeypatch.setattr(gathering, "RemoteHost", RemoteHost)
+        with no_descriptor_left():
+            made.append(RemoteHost(*given, **named))
+        raise AssertionError("there was a descriptor")
+
+    monkeypatch.setattr(gathering, "RemoteHost", make)
+    joining.start_worker()
+    joining.gathered.gather([])
+    assert joining.gathered.hosts.names_there == ["tower", "desk"]
+    assert made == []
+    assert "the worker desk cannot be let in at the moment: Too many open files" in joining.told
 
 
 def test_r15_a_broken_connection_is_made_anew_and_the_host_is_not_lost(joining: Joining) -> None:
