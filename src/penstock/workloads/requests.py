@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from penstock.errors import UsageError
-from penstock.workloads.traces import MOONCAKE_BLOCK, TraceRow
+from penstock.workloads.traces import MAX_LENGTH, MOONCAKE_BLOCK, TraceRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +49,9 @@ def synthetic(
         UsageError: an argument is out of range; the error names its flag.
     """
     _check("--num-prompts", num_prompts, num_prompts >= 1, "at least 1")
-    _check("--random-input-len", input_len, input_len >= 1, "at least 1")
-    _check("--random-output-len", output_len, output_len >= 1, "at least 1")
+    a_length = f"between 1 and {MAX_LENGTH}"
+    _check("--random-input-len", input_len, 1 <= input_len <= MAX_LENGTH, a_length)
+    _check("--random-output-len", output_len, 1 <= output_len <= MAX_LENGTH, a_length)
     _check("--random-range-ratio", range_ratio, 0 <= range_ratio < 1, "at least 0 and below 1")
     draw = random.Random(seed)
     arrivals = arrival_times(num_prompts, request_rate, burstiness, draw)
@@ -136,6 +137,12 @@ def mean_lengths(requests: Sequence[BenchRequest]) -> tuple[int, int]:
 
 
 def _scaled(length: int, scale: float) -> int:
+    if length > MAX_LENGTH * scale:
+        raise UsageError(
+            f"--length-scale {scale:g} makes {length} tokens of a trace more than {MAX_LENGTH}.",
+            remedy="Use a larger --length-scale.",
+            param="length_scale",
+        )
     return max(1, int(length / scale))
 
 

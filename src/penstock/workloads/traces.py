@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -25,8 +26,11 @@ from typing import Any, Literal, TextIO
 from penstock.errors import UsageError
 
 TraceKind = Literal["auto", "azure", "mooncake", "sharegpt", "custom"]
+MAX_LENGTH = 1 << 24  # tokens of a prompt or an output: each becomes an id in memory
 MOONCAKE_BLOCK = 512  # tokens that a hash id of a Mooncake trace stands for
 
+# What a file of another kind makes the readers raise, besides what the system does.
+_UNREADABLE = (AttributeError, KeyError, TypeError, ValueError, csv.Error, OverflowError, RecursionError)
 _BYTES_PER_TOKEN = 4  # roughly, of English text; for callers without a tokenizer
 
 
@@ -73,16 +77,17 @@ def read_trace(
     if limit is not None and limit < 1:
         raise UsageError(f"{limit} requests of a trace were requested; it must be at least 1.")
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:  # Windows marks UTF-8 at the beginning
             kind = _kind_of(path, file) if kind == "auto" else kind
             rows = list(islice(_READERS[kind](file, count_tokens), limit))
     except OSError as error:
         raise UsageError(
             f"the trace {path} cannot be read: {error.strerror}.", remedy="Give a readable trace file."
         ) from error
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except _UNREADABLE as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise UsageError(f"{path} is not a trace of kind {kind}: {what}.", remedy=_NEEDS[kind]) from error
+        of_kind = "" if kind == "auto" else f" of kind {kind}"
+        raise UsageError(f"{path} is not a trace{of_kind}: {what}.", remedy=_NEEDS[kind]) from error
     if not rows or (limit is not None and len(rows) < limit):
         raise UsageError(
             f"the trace {path} has {len(rows)} requests, fewer than the {limit or 1} asked for.",
@@ -147,8 +152,10 @@ def _json_lines(file: TextIO) -> Iterator[tuple[int, dict[str, Any]]]:
 def _row(
     number: int, arrival_s: float, input_len: int, output_len: int, blocks: tuple[int, ...] = ()
 ) -> TraceRow:
-    if min(input_len, output_len) < 0 or not arrival_s >= 0:
-        raise ValueError(f"line {number} has a negative length or goes back in time")
+    if max(input_len, output_len) > MAX_LENGTH:
+        raise ValueError(f"line {number} has a length above {MAX_LENGTH} tokens")
+    if min(input_len, output_len) < 0 or not 0 <= arrival_s < math.inf:
+        raise ValueError(f"line {number} has a negative length, goes back in time or never comes")
     return TraceRow(arrival_s=arrival_s, input_len=input_len, output_len=output_len, blocks=blocks)
 
 
@@ -159,6 +166,7 @@ _READERS = {
     "custom": _custom_rows,
 }
 _NEEDS = {
+    "auto": "Give a text file in UTF-8, unpacked: CSV of Azure, or JSON lines.",
     "azure": "The file needs the columns TIMESTAMP, ContextTokens and GeneratedTokens.",
     "mooncake": "Each line needs timestamp (ms), input_length and output_length, and may have hash_ids.",
     "sharegpt": "The file needs a list of objects with conversations, each a list of from and value.",

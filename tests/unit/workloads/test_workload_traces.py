@@ -77,3 +77,45 @@ def test_all_rows_are_read_where_no_number_is_given(tmp_path: Path) -> None:
     assert len(read_trace(trace)) == 3
     with pytest.raises(UsageError, match="at least 1"):
         read_trace(trace, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("latin.jsonl", b'{"input_len": 5, "output_len": 5, "by": "\xfc"}\n', "is not a trace: 'utf-8'"),
+        ("packed.gz", b"\x1f\x8b\x08\x00", "is not a trace: 'utf-8'"),
+        ("chats.csv", b'[{"value": "' + 200_000 * b"x" + b'"}]', "field larger than"),
+        ("deep.json", 100_000 * b"[", "recursion"),
+        ("endless.jsonl", b'{"input_len": 5, "output_len": 1e999}\n', "infinity"),
+        ("long.jsonl", b'{"input_len": 1000000000000, "output_len": 5}\n', "a length above"),
+        (
+            "never.jsonl",
+            b'{"input_len": 5, "output_len": 5}\n{"input_len": 5, "output_len": 5, "arrival_s": Infinity}\n',
+            "line 2 has a negative length, goes back in time or never comes",
+        ),
+    ],
+)
+def test_a_file_that_is_no_trace_at_all_is_refused(
+    tmp_path: Path, name: str, content: bytes, why: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=why) as refused:
+        read_trace(path)
+    assert refused.value.remedy
+
+
+def test_a_trace_that_windows_has_written_is_read(tmp_path: Path) -> None:
+    table, lines = tmp_path / "azure.csv", tmp_path / "own.jsonl"
+    table.write_bytes(
+        b"\xef\xbb\xbfTIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:17:03.9799600,30,10\r\n"
+    )
+    lines.write_bytes(b'\xef\xbb\xbf{"input_len": 30, "output_len": 10}\r\n')
+    row = TraceRow(arrival_s=0.0, input_len=30, output_len=10)
+    assert read_trace(table) == read_trace(lines) == [row]
+
+
+def test_a_scale_that_makes_prompts_endless_is_refused() -> None:
+    row = TraceRow(arrival_s=0.0, input_len=30, output_len=10)
+    with pytest.raises(UsageError, match="--length-scale 1e-300"):
+        from_trace([row], length_scale=1e-300, time_scale=1, vocab_size=9, seed=0)
