@@ -101,7 +101,7 @@ class PlanFlow:
         self._delays = self._spread(latencies)
         jitters = [0.0, *(wire.jitter_s for wire in wires)]
         self._jitters = self._spread(jitters) if any(jitters) else None
-        self._random = np.random.Generator(np.random.PCG64(seed))
+        self._random = np.random.Generator(np.random.PCG64(_whole(seed)))
         self._stage_places = slice(None, None, 2 if self._has_wire_places else 1)
         self._plan_s = pipeline.plan_s
         self._free = np.full(len(self._delays), began_at)
@@ -268,6 +268,11 @@ class PlanFlow:
         ledger.overhead += overhead.sum(axis=0)
         ledger.busy += (works - overhead).sum(axis=0)
         ledger.num_steps += sum(trip.num_tokens > 0 for trip in trips)
+
+
+def _whole(seed: int) -> int:
+    """Return a seed that numpy takes, which has none below 0; others stay as they are, and all differ."""
+    return seed if seed >= 0 else (1 << 64) - seed
 
 
 def split_wait(

@@ -5,7 +5,7 @@ devices, model, --pp, --tp, --dp ──layouts──▶ stages on devices, split
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from penstock.errors import NotEnoughMemoryError, UsageError
 from penstock.layouts.devices import DeviceSet, Link
@@ -37,17 +37,24 @@ def fixed_layout(devices: DeviceSet, *, pp: int, tp: int, dp: int, expert_parall
 
 
 def planned_pipe(
-    layout: Layout, sizes: ModelSizes, devices: DeviceSet, load: Load, *, jitter_s: float = 0.0
+    layout: Layout,
+    sizes: ModelSizes,
+    devices: DeviceSet,
+    load: Load,
+    *,
+    jitter_s: float = 0.0,
+    layers: Sequence[int] | None = None,
 ) -> SimulatedPipe:
     """Return the simulated pipe of one replica of a layout.
 
     Args:
         jitter_s: `Wire.jitter_s` of the links between hosts.
+        layers: number of layers of each stage; None: as `penstock plan` splits them.
 
     Raises:
         NotEnoughMemoryError: the model does not fit.
     """
-    known = estimate(layout, sizes, devices, load)
+    known = estimate(layout, sizes, devices, load, layers)
     if known is None:
         raise NotEnoughMemoryError(
             f"{layout.name} of this model does not fit these devices.",

@@ -10,6 +10,7 @@ import pytest
 
 from penstock.cli.program import run
 from penstock.cli.terminal import Invocation
+from penstock.families.registry import load_spec
 from small_shapes import write_small_llama
 
 
@@ -67,6 +68,13 @@ def test_a_trace_is_replayed_scaled(model: str, tmp_path: Path) -> None:
         (("--devices", "a100-80g:2", "--pp", "4"), "do not fit the 2 devices"),
         (("--devices", "a100-80g:2", "--pp", "2", "--lose-stage", "2@1:1"), "no such stage"),
         (("--devices", "a100-80g:2", "--pp", "2", "--lose-stage", "x"), "no such stage"),
+        (("--devices", "a100-80g:2", "--pp", "2", "--lose-stage", "1@.:1"), "a time is missing"),
+        (("--devices", "a100-80g:2", "--pp", "2", "--lose-stage", "1@1.2.3:1"), "a time is missing"),
+        (("--devices", "a100-80g", "--jitter-ms", "nan"), "--jitter-ms is nan; it must be between 0 and"),
+        (("--devices", "a100-80g", "--jitter-ms", "inf"), "--jitter-ms is inf; it must be between 0 and"),
+        (("--devices", "a100-80g", "--jitter-ms", "-5"), "--jitter-ms is -5; it must be between 0 and"),
+        (("--devices", "here"), "--devices here stands for machines that are there"),
+        (("--devices", "a100-80g:2", "--pp", "2", "--partition", "1,1,1"), "partition"),
         (("--devices", "a100-80g", "--acceptance", "1"), "acceptance is 1.0"),
         (("--devices", "a100-80g", "--max-concurrency", "0"), "max_concurrency is 0"),
         ((), "no devices are given"),
@@ -76,3 +84,39 @@ def test_what_cannot_be_simulated_is_refused(model: str, words: tuple[str, ...],
     code, _, err = simulate(model, *words)
     assert code == 2
     assert why in err
+
+
+def test_the_layers_of_the_stages_are_those_that_the_user_gives(model: str) -> None:
+    words = (model, "--devices", "cpu:4c:8g:2", "--num-blocks", "200", *LOAD, "--json")
+    layers = load_spec(Path(model)).num_layers
+    assert layers > 2
+    stages = ("--pp", "2", "--partition", f"1,{layers - 1}")
+    few, many = json.loads(simulate(*words, *stages)[1])["replicas"][0]["stages"]
+    assert few["busy"] < many["busy"]
+    other = ("--pp", "2", "--partition", f"{layers - 1},1")
+    assert simulate(*words, *other)[1] != simulate(*words, *stages)[1]
+
+
+def test_a_seed_below_zero_is_one_of_its_own(model: str) -> None:
+    words = (model, "--devices", "cpu:4c:8g:1x2@1Gbit", "--pp", "2", "--jitter-ms", "3", *LOAD, "--json")
+    code, out, err = simulate(*words, "--seed", "-1")
+    assert (code, err) == (0, "")
+    assert simulate(*words, "--seed", "1")[1] != out
+
+
+def test_a_trace_out_of_order_is_sent_at_its_times(model: str, tmp_path: Path) -> None:
+    rows = [{"input_len": 8, "output_len": 4, "arrival_s": second} for second in (0.0, 20.0, 10.0)]
+    outputs = []
+    for name, own in (("mixed", rows), ("sorted", [rows[0], rows[2], rows[1]])):
+        trace = tmp_path / f"{name}.jsonl"
+        trace.write_text("".join(json.dumps(row) + "\n" for row in own))
+        outputs.append(simulate(model, "--devices", "cpu:4c:8g", "--trace", str(trace), "--json")[1])
+    numbers = [json.loads(out) for out in outputs]
+    use = [each["replicas"][0]["kv"]["peak_use"] for each in numbers]
+    assert use[0] == use[1]
+    assert [each["p99_ttft_ms"] for each in numbers][0] == pytest.approx(numbers[1]["p99_ttft_ms"])
+
+
+def test_clients_beyond_the_requests_need_no_memory(model: str) -> None:
+    words = (model, "--devices", "cpu:4c:8g", *LOAD, "--json")
+    assert simulate(*words, "--max-concurrency", "1000000000")[1] == simulate(*words)[1]

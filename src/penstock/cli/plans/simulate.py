@@ -20,12 +20,13 @@ from penstock.cli.bench.load_shape import LoadShape
 from penstock.cli.flags import flag, with_settings
 from penstock.cli.terminal import Invocation, printable
 from penstock.config.declared import ENGINE, configured_engine
-from penstock.config.engine import EngineConfig
+from penstock.config.engine import EngineConfig, ParallelConfig
 from penstock.errors import UsageError
 from penstock.workloads.requests import BenchRequest, at_rate, check_fits, synthetic
 from penstock.workloads.traces import TraceKind
 
 if TYPE_CHECKING:
+    from penstock.layouts.model_sizes import ModelSizes
     from penstock.simulator.pipe import StageLoss
     from penstock.simulator.replica import EngineSettings
     from penstock.simulator.simulation import FinishedRun
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
 _VOCABULARY = 32_000  # random ids are below this; they matter only in that some prompts begin alike
 _KEPT_SPANS = 400_000  # of a timeline: about 100 MB of JSON
 _SPANS_PER_STEP = 4
-_LOSS = re.compile(r"(?:([0-9]{1,4})\.)?([0-9]{1,4})@([0-9.]{1,12}):([0-9.]{1,12})")
+_SECONDS = r"([0-9]{1,9}(?:\.[0-9]{0,9})?|\.[0-9]{1,9})"
+_LOSS = re.compile(rf"(?:([0-9]{{1,4}})\.)?([0-9]{{1,4}})@{_SECONDS}:{_SECONDS}")
+_MAX_JITTER_MS = 60_000.0
 
 
 @Parameter(name="*")
@@ -66,7 +69,7 @@ class SimulatedLoad(LoadShape):
             self.trace, self.num_requests, self.trace_kind, vocab_size=_VOCABULARY, seed=seed
         )
         if self.request_rate is None:
-            return requests
+            return sorted(requests, key=lambda request: request.arrival_s)  # a trace need not be in order
         return at_rate(requests, self.request_rate, self.burstiness, seed)
 
     def _random(self, count: int, seed: int) -> list[BenchRequest]:
@@ -97,6 +100,17 @@ class SimulatedTrouble:
     acceptance: Annotated[
         float, flag("share of drafts that are accepted; 0: no drafts", "--acceptance", group="simulation")
     ] = 0.0
+
+    @property
+    def jitter_s(self) -> float:
+        """The jitter in seconds. Raises `UsageError` for what no link has."""
+        if not 0 <= self.jitter_ms <= _MAX_JITTER_MS:
+            raise UsageError(
+                f"--jitter-ms is {self.jitter_ms:g}; it must be between 0 and {_MAX_JITTER_MS:g}.",
+                param="--jitter-ms",
+                code="out_of_range",
+            )
+        return self.jitter_ms / 1000
 
     def losses(self, num_stages: int, num_replicas: int) -> list[StageLoss]:
         """Return the losses of stages that are to happen.
@@ -173,14 +187,22 @@ def _run(
 ) -> FinishedRun:
     from penstock.cli.plans.plan_devices import load_of
     from penstock.layouts.device_file import devices_of
+    from penstock.layouts.device_text import HERE, JOINED
     from penstock.layouts.model_sizes import read_sizes
     from penstock.simulator.planned_pipe import fixed_layout, planned_pipe
     from penstock.simulator.simulation import Simulation
 
     parallel = config.parallel
+    if devices.strip().lower() in (HERE, JOINED):
+        raise UsageError(
+            f"--devices {devices.strip()} stands for machines that are there, and simulated ones need not be.",
+            remedy="Describe the devices, such as --devices cpu:16c:64g; `penstock plan` takes here and joined.",
+            param="devices",
+        )
     requests = load.requests(config.seed)
     sizes, device_set = read_sizes(config.model), devices_of(devices)
-    asked = load_of(config, sizes, load.max_concurrency or config.scheduler.max_num_seqs)
+    at_once = min(load.max_concurrency, len(requests)) if load.max_concurrency else None
+    asked = load_of(config, sizes, at_once or config.scheduler.max_num_seqs)
     if len(set(parallel.tp_sizes)) > 1:
         raise UsageError(
             "all simulated stages must have the same number of ranks.", remedy="Give one number to --tp."
@@ -192,7 +214,8 @@ def _run(
         dp=parallel.data_parallel_size,
         expert_parallel=parallel.enable_expert_parallel,
     )
-    pipeline = planned_pipe(layout, sizes, device_set, asked, jitter_s=trouble.jitter_ms / 1000)
+    layers = _layers(config, sizes)
+    pipeline = planned_pipe(layout, sizes, device_set, asked, jitter_s=trouble.jitter_s, layers=layers)
     check_fits(requests, pipeline.max_model_len)
     num_plans = _KEPT_SPANS // _SPANS_PER_STEP // (pipeline.num_stages * layout.dp)
     simulation = Simulation(
@@ -204,6 +227,21 @@ def _run(
         max_kept=max(1, num_plans) if keeps_times else 0,
     )
     return simulation.run(requests)
+
+
+def _layers(config: EngineConfig, sizes: ModelSizes) -> list[int] | None:
+    """Return the layers of each stage that the user asks for; None: the planner chooses them.
+
+    Raises:
+        PartitionError: the model cannot be split so.
+    """
+    from penstock.pipeline.partition import AUTO_POLICY, partition_layers
+
+    parallel = config.parallel
+    if parallel.partition in (ParallelConfig().partition, AUTO_POLICY):
+        return None
+    stages = parallel.pipeline_parallel_size
+    return [end - start for start, end in partition_layers(sizes.spec.num_layers, stages, parallel.partition)]
 
 
 def _engine_settings(config: EngineConfig, scheduler: Any, trouble: SimulatedTrouble) -> EngineSettings:
