@@ -26,6 +26,7 @@ from penstock.cli.client_tls import CA_FILE_HELP
 from penstock.cli.flags import SERVED_ENV, flag
 from penstock.cli.http_client import first_key, served_model, stream_json
 from penstock.cli.terminal import Invocation
+from penstock.config.checks import timeout
 from penstock.errors import UsageError
 
 
@@ -55,6 +56,8 @@ class TalkSettings:
     stop: Annotated[tuple[str, ...], flag("text that ends an answer", "--stop", group="sampling")] = ()
 
     def target(self) -> Target:
+        """Return the server. Raises `UsageError` for settings that cannot be used."""
+        timeout("--timeout", self.timeout)
         return Target.parse(self.url, first_key(self.api_key), self.ca_file)
 
     def body(self, model: str) -> dict[str, Any]:
@@ -121,11 +124,7 @@ def complete(
 
     text = prompt if prompt is not None else quick
     if text is None and not invocation.stdin.isatty():
-        text = invocation.stdin.read()
-        if not text:
-            raise UsageError(
-                "the prompt is empty.", remedy='Use penstock complete "PROMPT", or pipe text in.'
-            )
+        text = _piped_text(invocation)
     if text is not None:
         continue_text(text)
         return 0
@@ -136,6 +135,16 @@ def complete(
         except (EOFError, KeyboardInterrupt):
             invocation.say("")
             return 0
+
+
+def _piped_text(invocation: Invocation) -> str:
+    try:
+        text = invocation.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the prompt is not UTF-8 text: {error}.", remedy="Convert it first.") from error
+    if not text:
+        raise UsageError("the prompt is empty.", remedy='Use penstock complete "PROMPT", or pipe text in.')
+    return text
 
 
 def line_reader(invocation: Invocation) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,7 +113,8 @@ def _health(target: Target) -> tuple[int, str]:
     connection = _connect(target, _HEALTH_TIMEOUT_S)
     try:
         answer = _ask(connection, target, "GET", "/health", None)
-        return answer.status, answer.read(1000).decode("utf-8", "replace").strip()
+        with _reading(target, _HEALTH_TIMEOUT_S):
+            return answer.status, answer.read(1000).decode("utf-8", "replace").strip()
     finally:
         connection.close()
 
@@ -131,13 +133,16 @@ def get_json(target: Target, path: str, timeout_s: float) -> dict[str, Any]:
     connection = _connect(target, timeout_s)
     try:
         answer = _exchange(connection, target, "GET", path, None)
-        body = json.loads(answer.read())
+        with _reading(target, timeout_s):
+            content = answer.read()
+    finally:
+        connection.close()
+    try:
+        body = json.loads(content)
     except ValueError as error:
         raise ProtocolError(
             f"{target.url}{path} is not JSON.", remedy="Check that the address is that of a Penstock server."
         ) from error
-    finally:
-        connection.close()
     if not isinstance(body, dict):
         raise ProtocolError(
             f"{target.url}{path} is not a JSON object.",
@@ -161,13 +166,28 @@ def stream_json(
     connection = _connect(target, timeout_s)
     try:
         answer = _exchange(connection, target, "POST", path, json.dumps(body).encode())
-        yield from _events(answer, target)
+        events = _events(answer, target)
+        while True:
+            with _reading(target, timeout_s):
+                event = next(events, None)
+            if event is None:
+                return
+            yield event
+    finally:
+        connection.close()
+
+
+@contextmanager
+def _reading(target: Target, timeout_s: float) -> Iterator[None]:
+    """Say in words of ours what goes wrong while an answer is read."""
+    try:
+        yield
+    except PenstockError:
+        raise
     except TimeoutError as error:
         raise WaitTimeoutError(f"{target.url} sent nothing for {timeout_s:g} s.") from error
     except (OSError, http.client.HTTPException) as error:
         raise LinkClosedError(f"{target.url} closed the connection: {error or 'no reason'}.") from error
-    finally:
-        connection.close()
 
 
 def _events(answer: http.client.HTTPResponse, target: Target) -> Iterator[dict[str, Any]]:
@@ -176,11 +196,24 @@ def _events(answer: http.client.HTTPResponse, target: Target) -> Iterator[dict[s
         for data in parser.feed(piece):
             if data == b"[DONE]":
                 return
-            event = json.loads(data)
+            event = _event(data, target)
             if "error" in event:
                 raise _as_error(event["error"], 500)
             yield event
     raise LinkClosedError(f"{target.url} ended the stream before [DONE].", remedy="Look at the server's log.")
+
+
+def _event(data: bytes, target: Target) -> dict[str, Any]:
+    try:
+        event = json.loads(data)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        raise ProtocolError(
+            f"{target.url} sent an event that is not a JSON object.",
+            remedy="Check that the address is that of a Penstock server.",
+        )
+    return event
 
 
 def _connect(target: Target, timeout_s: float) -> http.client.HTTPConnection:
@@ -195,7 +228,9 @@ def _exchange(
     """Send a request, and return the answer before its body is read. Raises an error unless it is 200."""
     answer = _ask(connection, target, method, path, body)
     if answer.status != 200:
-        raise _refusal(answer.status, answer.read(_MAX_ERROR_BYTES))
+        with _reading(target, connection.timeout):
+            content = answer.read(_MAX_ERROR_BYTES)
+        raise _refusal(answer.status, content)
     return answer
 
 

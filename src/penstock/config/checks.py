@@ -7,6 +7,8 @@ import re
 
 from penstock.errors import UsageError
 
+MAX_TIMEOUT_S = 1e6  # eleven days; a system's poll takes 24
+
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 
 
@@ -30,3 +32,13 @@ def between(name: str, value: int, low: int, high: int) -> None:
 def above_zero(name: str, seconds: float) -> None:
     if not 0 < seconds < math.inf:
         raise UsageError(f"{name} is {seconds}; it must be above 0 seconds.", param=name, code="out_of_range")
+
+
+def timeout(name: str, seconds: float) -> None:
+    """Require seconds that a wait for a socket can take."""
+    if not 0 < seconds <= MAX_TIMEOUT_S:
+        raise UsageError(
+            f"{name} is {seconds}; it must be above 0 and at most {MAX_TIMEOUT_S:.0f} seconds.",
+            param=name,
+            code="out_of_range",
+        )

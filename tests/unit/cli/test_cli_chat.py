@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+import threading
 from collections.abc import Generator, Iterator, Sequence
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
 from typing import Any
 
 import pytest
@@ -295,3 +298,73 @@ def test_what_the_model_thinks_is_shown_but_no_part_of_the_conversation() -> Non
     stream = read_answer(iter(events), lambda choice: choice["delta"].get("content") or "")
     assert show_answer(stream, made) == "Yes."
     assert text_of(made) == "hm!\n\nYes.\n"
+
+
+@contextlib.contextmanager
+def one_answer(content: bytes) -> Iterator[str]:
+    """Serve the bytes to one client, which then sees the connection end."""
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(content)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            thread.join()
+
+
+@pytest.mark.parametrize("status", [b"200 OK", b"503 Busy"])
+def test_an_answer_that_is_cut_is_no_bug(status: bytes) -> None:
+    head = b"HTTP/1.1 " + status + b"\r\nTransfer-Encoding: chunked\r\n\r\n40\r\n{"
+    with one_answer(head) as url, pytest.raises(LinkClosedError, match="closed the connection"):
+        get_json(target(url), "/v1/models", 5)
+
+
+def strange(body: dict[str, Any], number: int) -> list[bytes | None]:
+    return [b"[7]"]
+
+
+def broken(body: dict[str, Any], number: int) -> list[bytes | None]:
+    return [b"{"]
+
+
+@pytest.mark.parametrize("events", [strange, broken])
+def test_an_event_that_is_no_object_is_the_server_s_fault(events: Any) -> None:
+    with completions_server(Script(events)) as url, pytest.raises(ProtocolError, match="not a JSON object"):
+        list(stream_json(target(url), "/v1/completions", {}, 5))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--api-key", "ключ"), "the API key has characters that cannot be sent"),
+        (("--api-key", "a\nb"), "the API key has characters that cannot be sent"),
+        (("--url", "http://127.0.0.1:9/ü"), "has characters that a URL cannot have"),
+        (("--timeout", "inf"), "--timeout is inf; it must be above 0"),
+        (("--timeout", "nan"), "--timeout is nan; it must be above 0"),
+        (("--timeout", "0"), "--timeout is 0.0; it must be above 0"),
+        (("--timeout", "-1"), "--timeout is -1.0; it must be above 0"),
+    ],
+)
+def test_what_cannot_be_sent_or_waited_is_not_blamed_on_the_server(
+    given: tuple[str, ...], said: str
+) -> None:
+    made = invocation()
+    assert run(["chat", "--url", "http://127.0.0.1:9", *given], made) == 2
+    assert isinstance(made.stderr, StringIO)
+    assert said in made.stderr.getvalue()
+
+
+def test_a_piped_prompt_that_is_no_utf_8_is_refused() -> None:
+    made = invocation()
+    made.stdin = TextIOWrapper(BytesIO(b"caf\xe9"), encoding="utf-8")
+    with completions_server(Script(completion)) as url:
+        assert run(["complete", "--url", url], made) == 2
+    assert isinstance(made.stderr, StringIO)
+    assert "the prompt is not UTF-8 text" in made.stderr.getvalue()

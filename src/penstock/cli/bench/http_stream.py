@@ -59,6 +59,7 @@ class Target:
                 remedy="Use http://HOST:PORT or https://HOST:PORT.",
             )
         prefix = parts.path.rstrip("/").removesuffix("/v1")
+        _require_sendable(prefix, api_key)
         context = client_context(ca_file) if parts.scheme == "https" else None
         return cls(host=parts.hostname, port=port, prefix=prefix, api_key=api_key, context=context)
 
@@ -82,6 +83,21 @@ class Target:
         fields = self.headers | {"Content-Length": str(len(body)), "Connection": "close"} | dict(extra)
         head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         return f"POST {self.prefix}{path} HTTP/1.1\r\n{head}\r\n".encode("latin-1") + body
+
+
+def _require_sendable(path: str, api_key: str) -> None:
+    """Refuse what the head of a request cannot hold, before anything is sent."""
+    if not (path.isascii() and path.isprintable() and " " not in path):
+        raise UsageError(
+            f"the path {path!r} of the URL has characters that a URL cannot have.",
+            remedy="Write them as %20 and the like.",
+        )
+    if not (api_key.isascii() and api_key.isprintable()):
+        raise UsageError(
+            "the API key has characters that cannot be sent: it must be printable ASCII.",
+            remedy="Give the key as the server has it, with --api-key or in PENSTOCK_API_KEY.",
+            param="api_key",
+        )
 
 
 class ResponseParser:
