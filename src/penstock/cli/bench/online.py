@@ -30,6 +30,7 @@ from penstock.cli.client_tls import CA_FILE_HELP
 from penstock.cli.flags import SERVED_ENV, flag
 from penstock.cli.http_client import ServedModelCard, first_key, served_model, wait_ready
 from penstock.cli.terminal import Invocation, printable
+from penstock.config.checks import timeout
 from penstock.errors import PeerError, UsageError
 from penstock.workloads.requests import BenchRequest, at_rate, check_fits, synthetic
 
@@ -60,6 +61,15 @@ class TargetSettings:
     stall_seconds: Annotated[
         float, flag("longest silence of a stream", "--stall-seconds", group="target")
     ] = 300.0
+
+    def require_times(self) -> None:
+        """Raise `UsageError` for seconds that nobody can wait."""
+        timeout("--stall-seconds", self.stall_seconds)
+        if not 0 <= self.ready_check_timeout_sec < math.inf:
+            raise UsageError(
+                f"--ready-check-timeout-sec is {self.ready_check_timeout_sec}; it must be at least 0.",
+                param="--ready-check-timeout-sec",
+            )
 
 
 @Parameter(name="*")
@@ -152,6 +162,16 @@ class ReportSettings(ReportFlags):
         str | None, flag("local copy of the model, for --predict", "--predict-model", group="report")
     ] = None
 
+    def require_percentiles(self) -> None:
+        """Raise `UsageError` for one that no list of numbers has."""
+        for percent in self.metric_percentiles:
+            if not 0 <= percent <= 100:
+                raise UsageError(
+                    f"--metric-percentiles has {percent:g}; each must be between 0 and 100.",
+                    param="--metric-percentiles",
+                    code="out_of_range",
+                )
+
 
 _TARGET, _LOAD, _REPORT = TargetSettings(), LoadSettings(), ReportSettings()
 
@@ -165,6 +185,8 @@ def bench_serve(
 ) -> int:
     """Run the command. Returns 0 when every token came exactly once and no request failed, else 1."""
     levels = load.levels()
+    target.require_times()
+    report.require_percentiles()
     if report.result_file is not None and len(levels) > 1:
         raise UsageError("--result-file holds one run.", remedy="Use --json or --html for several.")
     server = Target.parse(target.base_url, first_key(target.api_key), target.ca_file)

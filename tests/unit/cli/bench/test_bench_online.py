@@ -266,3 +266,22 @@ def test_a_trace_can_come_at_another_rate(tmp_path: Path) -> None:
     found = json.loads(result_file.read_text())
     assert (found["request_rate"], found["length_scale"], found["completed"]) == (400.0, 1.0, 20)
     assert found["duration"] > 0.02  # 19 gaps of 2.5 ms on average, and of none at once
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--metric-percentiles", "150", "--metric-percentiles has 150; each must be between 0 and 100"),
+        ("--metric-percentiles", "nan", "--metric-percentiles has nan; each must be between 0 and 100"),
+        ("--stall-seconds", "nan", "--stall-seconds is nan; it must be above 0"),
+        ("--ready-check-timeout-sec", "nan", "--ready-check-timeout-sec is nan; it must be at least 0"),
+    ],
+)
+def test_numbers_that_would_spoil_a_run_are_refused_before_it_begins(
+    flag: str, value: str, said: str
+) -> None:
+    script = Script(completion_events)
+    with completions_server(script) as url:
+        code, _, err = bench(url, *LOAD, flag, value)
+    assert (code, script.requests) == (2, [])
+    assert said in err
