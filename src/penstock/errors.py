@@ -10,7 +10,7 @@
     │   └── CheckpointError        a file of weights is bad: file, tensor, expected, found
     │       └── ModelChangedError  a stage that starts again finds other weights   HTTP 503
     ├── NotEnoughMemoryError       weights or KV cache do not fit              exit 4
-    ├── DiskSpaceError             a download does not fit on the disk         exit 4
+    ├── DiskSpaceError             a disk has no room for what is written      exit 4
     ├── HubError                   the hub does not give a model               exit 5, HTTP 503
     │   ├── HubMissingError        it has no such model, revision or file      exit 3
     │   ├── HubAccessError         the account, or its token, may not read the model
@@ -209,7 +209,7 @@ class NotEnoughMemoryError(PenstockError):
 
 
 class DiskSpaceError(PenstockError):
-    """A download needs more bytes than are free on the disk."""
+    """A disk has no room: for a download, or for what a command writes."""
 
     exit_code = 4
     default_code = "disk_full"

@@ -15,6 +15,7 @@ Called by the console script. Commands have modules of their own, which are impo
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -28,9 +29,10 @@ from penstock.cli.terminal import Invocation, report_error
 from penstock.cli.usage_errors import refuse_fractions, usage_error
 from penstock.config.refused_settings import refuse_if_known
 from penstock.config.setting import environment_names_of
-from penstock.errors import UsageError
+from penstock.errors import DiskSpaceError, UsageError
 
 INTERRUPTED = 130
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 _KEY_FLAGS = ("--api-key", "--admin-key")
 _KEY_ENVS = frozenset(environment_names_of(_KEY_FLAGS))
 _HELP_FLAGS = frozenset({"--help", "-h"})
@@ -122,7 +124,17 @@ def run(argv: Sequence[str], invocation: Invocation) -> int:
     except BrokenPipeError:
         return 1
     except Exception as error:
-        return report_error(error, invocation)
+        return report_error(_of_full_disk(error) or error, invocation)
+
+
+def _of_full_disk(error: Exception) -> DiskSpaceError | None:
+    """Return the error of a disk without room, wherever it was met; None: it is another."""
+    if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
+        return None
+    where = f" for {error.filename}" if error.filename else ", perhaps the one that the output goes to"
+    return DiskSpaceError(
+        f"a disk is full{where}: {error.strerror}.", remedy="Free space, or write to another disk."
+    )
 
 
 def _plain_spelling(argv: Sequence[str]) -> list[str]:

@@ -6,12 +6,13 @@ string streams. `cli.program` and `cli.sources` parse flags, and `cli.help` make
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TextIO
+from typing import Literal, TextIO
 
 from penstock.config.setting import flag_named_for
 from penstock.errors import (
@@ -65,7 +66,15 @@ class Invocation:
 
     @classmethod
     def of_process(cls) -> Invocation:
-        return cls(stdout=sys.stdout, stderr=sys.stderr, stdin=sys.stdin, environ=dict(os.environ))
+        """Return the streams and the environment of this process.
+
+        A stream that is closed leads nowhere, and its descriptor is taken again, so that no other file gets
+        it. Characters that the locale of the output lacks are written as escapes.
+        """
+        stdin, stdout = _open(sys.stdin, "r"), _open(sys.stdout, "w")
+        if isinstance(stdout, io.TextIOWrapper):
+            stdout.reconfigure(errors="backslashreplace")
+        return cls(stdin=stdin, stdout=stdout, stderr=_open(sys.stderr, "w"), environ=dict(os.environ))
 
     @property
     def style(self) -> Style:
@@ -80,6 +89,11 @@ class Invocation:
         style = Style.for_stream(self.stderr, self.environ)
         self.stderr.write(f"{style.paint('warning:', 'yellow')} {text}\n")
         self.stderr.flush()
+
+
+def _open(stream: TextIO | None, mode: Literal["r", "w"]) -> TextIO:
+    """Return a stream of the process; Python has None where its descriptor is closed."""
+    return open(os.devnull, mode, encoding="utf-8") if stream is None else stream
 
 
 def printable(text: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import subprocess
 import sys
 from io import StringIO
@@ -319,3 +321,36 @@ def test_i2_i3_i5_layouts_that_are_not_built_are_refused_by_name(words: list[str
     code, _, err = penstock("serve", "demo", *words)
     assert code == 2
     assert said in " ".join(err.split())
+
+
+def run_with(redirections: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run the program in a shell, which closes or replaces its streams, with an unknown command or none."""
+    command = f"exec {shlex.quote(sys.executable)} -m penstock {redirections}"
+    return subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, env={**os.environ, **environ}, timeout=120
+    )
+
+
+@pytest.mark.parametrize(
+    ("redirections", "code"), [("version >&-", 0), ("nosuch 2>&-", 2), ("version <&- >&- 2>&-", 0)]
+)
+def test_a_closed_stream_changes_no_exit_code(redirections: str, code: int) -> None:
+    done = run_with(redirections)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
+def test_output_that_finds_no_room_is_no_bug() -> None:
+    done = run_with("version >/dev/full")
+    assert done.returncode == 4
+    assert "a disk is full, perhaps the one that the output goes to: No space left" in done.stderr
+    assert "Free space" in done.stderr
+    assert "bug" not in done.stderr
+
+
+def test_characters_that_the_output_lacks_are_escaped(tmp_path: Path) -> None:
+    store = tmp_path / "ü…"
+    done = run_with(
+        "ls", PYTHONIOENCODING="ascii", HF_HUB_CACHE=str(store), OLLAMA_MODELS=str(store), HOME=str(store)
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\xfc\\u2026," in done.stdout
