@@ -53,8 +53,8 @@ class SchedulerParts(NamedTuple):
     prefixes: PrefixReuse
     grammars: GrammarBuilds
     issued: IssuedSteps
-    paused: Literal["keep", "wait"] | None
-    held_back: str  # why the start gate keeps new requests from starting; empty: it is open
+    paused: Literal["keep", "wait"] | None = None
+    held_back: str = ""  # why the start gate keeps new requests from starting; empty: it is open
 
 
 class Scheduler:
@@ -146,8 +146,6 @@ class Scheduler:
             prefixes=prefixes,
             grammars=grammars,
             issued=self._issued,
-            paused=None,
-            held_back="",
         )
 
     @property

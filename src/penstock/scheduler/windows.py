@@ -495,14 +495,12 @@ class _Prices:
 
     def returned(self, step_id: int, now: float) -> None:
         """Record when the result of a step has come."""
-        made_at = self._made_at.pop(step_id, None)
-        if made_at is None:
+        if (made_at := self._made_at.pop(step_id, None)) is None:
             return
         self._trip_s += (_NEWEST_WEIGHT if self._has_trips else 1.0) * (now - made_at - self._trip_s)
         self._has_trips = True
         # Results come in step order: of earlier steps none is reported, since all requests in them had ended.
-        while self._made_at and (oldest := next(iter(self._made_at))) < step_id:
-            del self._made_at[oldest]
+        self._made_at = {step: at for step, at in self._made_at.items() if step > step_id}
 
     def sizes(self, drafts: Sequence[Draft]) -> list[int]:
         """Return how many tokens of each draft to add to a plan such as the last one."""

@@ -352,9 +352,7 @@ def test_an_event_that_is_no_object_is_the_server_s_fault(events: Any) -> None:
         (("--timeout", "-1"), "--timeout is -1.0; it must be above 0"),
     ],
 )
-def test_what_cannot_be_sent_or_waited_is_not_blamed_on_the_server(
-    given: tuple[str, ...], said: str
-) -> None:
+def test_what_cannot_be_sent_or_waited_is_not_blamed_on_the_server(given: tuple[str, ...], said: str) -> None:
     made = invocation()
     assert run(["chat", "--url", "http://127.0.0.1:9", *given], made) == 2
     assert isinstance(made.stderr, StringIO)

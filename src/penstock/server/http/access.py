@@ -88,7 +88,7 @@ class ApiKeys:
 
 
 def key_digest(headers: Headers) -> bytes:
-    """Return a digest of the key that a request carries, in either header, whether or not the key is valid."""
+    """Return a digest of the key that a request carries, in either header, whether or not it is valid."""
     sent = {_bearer(header_value(headers, b"authorization")), header_value(headers, b"x-api-key").strip()}
     return hashlib.sha256(b"\0".join(sorted(sent - {b""}))).digest()
 
