@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.batch import LinkOrder
-from penstock.errors import ErrorInfo, LinkClosedError, ProtocolError, WaitTimeoutError
+from penstock.errors import ErrorInfo, LinkClosedError, PeerError, ProtocolError, WaitTimeoutError
 from penstock.process.child import read_config
 from penstock.process.config import RankConfig, RankProcessConfig
 from penstock.process.endpoints import CoreEndpoints, LinkEndpoint, MeetingEndpoint, RankEndpoints
@@ -218,6 +218,7 @@ class ControlReader:
 
         Raises:
             ProtocolError: the message is not one that this build knows.
+            PeerError: this process has no room for the descriptors of the message.
         """
         while True:
             message = self._kept.popleft() if self._kept else self._receive()
@@ -229,7 +230,14 @@ class ControlReader:
         self._socket.close()
 
     def _receive(self) -> ControlMessage:
-        packet, descriptors, _, _ = socket.recv_fds(self._socket, _MAX_BYTES, _MAX_DESCRIPTORS)
+        packet, descriptors, flags, _ = socket.recv_fds(self._socket, _MAX_BYTES, _MAX_DESCRIPTORS)
+        if flags & socket.MSG_CTRUNC:  # the kernel has dropped those that were too many
+            for fd in descriptors:
+                os.close(fd)
+            raise PeerError(
+                "the supervisor handed over connections, and this process has too many open files for them.",
+                remedy="Raise the limit with `ulimit -n 8192`.",
+            )
         if not packet:
             return Stop()
         for fd in descriptors:

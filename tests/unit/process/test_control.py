@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from descriptors import no_descriptor_left
 from penstock.batch import LinkOrder
-from penstock.errors import ErrorInfo, LinkClosedError, ProtocolError, WaitTimeoutError
+from penstock.errors import ErrorInfo, LinkClosedError, PeerError, ProtocolError, WaitTimeoutError
 from penstock.families.registry import resolve_model_directory
 from penstock.process.config import RankConfig
 from penstock.process.control import (
@@ -60,6 +61,18 @@ def test_messages_arrive_one_by_one(pair: Pair, message: ControlMessage) -> None
     pair.socket.send(message)
     pair.socket.send(Stop())
     assert [pair.reader.receive(), pair.reader.receive()] == [message, Stop()]
+
+
+def test_r16_descriptors_that_this_process_has_no_room_for_are_an_error_that_says_so(pair: Pair) -> None:
+    """The kernel drops them without a word but for a flag."""
+    before = len(os.listdir("/proc/self/fd"))
+    pair.socket.send(AttachLink(number=7, endpoint=handle(0)))
+    pair.socket.send(Stop())
+    with no_descriptor_left(), pytest.raises(PeerError, match="too many open files") as caught:
+        pair.reader.receive()
+    assert "ulimit -n" in caught.value.remedy
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert pair.reader.receive() == Stop()
 
 
 def test_the_end_of_the_supervisor_is_a_stop(pair: Pair) -> None:
