@@ -195,8 +195,8 @@ def _run(
     parallel = config.parallel
     if devices.strip().lower() in (HERE, JOINED):
         raise UsageError(
-            f"--devices {devices.strip()} stands for machines that are there, and simulated ones need not be.",
-            remedy="Describe the devices, such as --devices cpu:16c:64g; `penstock plan` takes here and joined.",
+            f"--devices {devices.strip()} stands for machines that are there; they cannot be simulated.",
+            remedy="Describe the devices, such as cpu:16c:64g; `penstock plan` takes here and joined.",
             param="devices",
         )
     requests = load.requests(config.seed)
