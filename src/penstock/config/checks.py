@@ -8,6 +8,7 @@ import re
 from penstock.errors import UsageError
 
 MAX_TIMEOUT_S = 1e6  # eleven days; a system's poll takes 24
+MAX_WHOLE = (1 << 63) - 1
 
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 
@@ -39,6 +40,16 @@ def timeout(name: str, seconds: float) -> None:
     if not 0 < seconds <= MAX_TIMEOUT_S:
         raise UsageError(
             f"{name} is {seconds}; it must be above 0 and at most {MAX_TIMEOUT_S:.0f} seconds.",
+            param=name,
+            code="out_of_range",
+        )
+
+
+def sendable(name: str, value: object) -> None:
+    """Refuse a whole number that has no room in the messages between processes: 64 bits, with a sign."""
+    if isinstance(value, int) and not -MAX_WHOLE - 1 <= value <= MAX_WHOLE:
+        raise UsageError(
+            f"{name} is {value}; it must be between {-MAX_WHOLE - 1} and {MAX_WHOLE}.",
             param=name,
             code="out_of_range",
         )

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_
 
 import msgspec
 
+from penstock.config.checks import sendable
 from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from penstock.config.hosts import HostsConfig
 from penstock.config.limits import ConnectionLimits, GrammarLimits, Limits
@@ -114,6 +115,8 @@ def configured(config: type[AnyStruct], given: Mapping[str, Any], **parts: Any) 
         for each in declared_by(config)
         if each.name in given and each.name in config.__struct_fields__
     }
+    for name, value in values.items():
+        sendable(name, value)
     return config(**(values | parts))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.config.declared import configured_engine
 from penstock.config.engine import (
     NUMERIC_CLASSES,
     CacheConfig,
@@ -192,3 +193,11 @@ def test_configuration_survives_the_wire_and_is_checked_again_there() -> None:
         assert msgspec.json.decode(msgspec.json.encode(value), type=type(value)) == value
     with pytest.raises(msgspec.ValidationError, match="block_size is 0"):
         msgspec.json.decode(b'{"block_size": 0}', type=CacheConfig)
+
+
+@pytest.mark.parametrize("name", ["seed", "num_blocks", "max_num_seqs", "max_num_batched_tokens"])
+@pytest.mark.parametrize("value", [1 << 63, -(1 << 63) - 1])
+def test_a_number_that_no_process_could_be_told_is_refused(name: str, value: int) -> None:
+    with pytest.raises(UsageError, match=f"{name} is {value}; it must be between") as refused:
+        configured_engine({name: value}, "demo")
+    assert refused.value.param == name
