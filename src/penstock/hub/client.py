@@ -53,8 +53,7 @@ class HubAddress:
     timeout_s: float = TIMEOUT_S
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.endpoint)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        if not _is_base_address(self.endpoint):
             raise UsageError(
                 f"--endpoint {self.endpoint[:200]!r} is not the address of a hub.",
                 remedy=f"Give a base address such as {PUBLIC_HUB}.",
@@ -72,6 +71,15 @@ class HubAddress:
         """Whether what is sent cannot be read on the way: HTTPS is used, or the hub is on this host."""
         parts = urlsplit(self.endpoint)
         return parts.scheme == "https" or parts.hostname in _LOOPBACK
+
+
+def _is_base_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        _ = parts.port  # raises where it is none
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
 
 
 class HubClient:

@@ -10,7 +10,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
@@ -86,7 +86,7 @@ class Puller:
         Raises:
             UsageError: the revision cannot be the name of a branch, tag or commit.
             HubError: the hub does not give the model, or sends other bytes than it has announced.
-            DiskSpaceError: the files do not fit on the disk, or cannot be written.
+            DiskSpaceError: the files do not fit on the disk, or the cache cannot be written.
         """
         require_revision(revision)
         repository = self.client.repository(name.path, revision)
@@ -94,10 +94,11 @@ class Puller:
         source = Source(
             client=self.client, name=name.path, commit=repository.commit, cache=cache, pause=self.pause
         )
-        files, downloaded = self._fetch_files(source, repository, name)
-        _link_snapshot(cache, repository.commit, files)
-        if revision != repository.commit:
-            _write_reference(cache, revision, repository.commit)
+        with _writing(cache):
+            files, downloaded = self._fetch_files(source, repository, name)
+            _link_snapshot(cache, repository.commit, files)
+            if revision != repository.commit:
+                _write_reference(cache, revision, repository.commit)
         snapshot = cache.snapshot(repository.commit)
         return Pulled(
             name=name,
@@ -136,6 +137,21 @@ class Puller:
         for file in missing:
             transfer(source, file, self.progress)
         return num_bytes
+
+
+@contextlib.contextmanager
+def _writing(cache: CachedRepository) -> Iterator[None]:
+    """Say in words of ours that the system does not let us write into the cache."""
+    try:
+        yield
+    except BrokenPipeError:  # of the output
+        raise
+    except OSError as error:
+        raise DiskSpaceError(
+            f"{error.filename or cache.directory} cannot be written: {error.strerror or error}.",
+            remedy="Make the folder writable for this user, or set HF_HUB_CACHE to another folder.",
+            code="disk_failed",
+        ) from error
 
 
 def require_revision(revision: str) -> None:

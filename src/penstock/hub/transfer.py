@@ -96,6 +96,8 @@ def transfer(source: Source, file: HubFile, progress: Progress) -> None:
         except HubContentError:
             partial.unlink()
             raise
+        except BrokenPipeError:  # of the output
+            raise
         except OSError as error:
             raise _not_written(partial, error) from error
         os.replace(partial, source.cache.blobs / file.blob)

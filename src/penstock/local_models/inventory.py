@@ -55,12 +55,19 @@ def entries() -> Iterator[Entry | ModelConfigError]:
     yield from map(_of_lm_studio, lm_studio_models())
 
 
-def _of_repository(repository: CachedRepository) -> Iterator[Entry]:
-    for snapshot in repository.snapshots():
-        revisions = repository.revisions_of(snapshot.name)
-        yield from _of_snapshot(repository.name, revisions, snapshot)
-    if partial := repository.incomplete_files():
-        yield _entry(repository.name, "", "", "incomplete", repository.directory, partial)
+def _of_repository(repository: CachedRepository) -> Iterator[Entry | ModelConfigError]:
+    try:
+        for snapshot in repository.snapshots():
+            revisions = repository.revisions_of(snapshot.name)
+            yield from _of_snapshot(repository.name, revisions, snapshot)
+        if partial := repository.incomplete_files():
+            yield _entry(repository.name, "", "", "incomplete", repository.directory, partial)
+    except OSError as error:  # another user's, or another program removes it now
+        yield ModelConfigError(
+            f"{repository.name} in the hub's cache cannot be read: {error.filename}: {error.strerror}.",
+            remedy="Run `penstock ls` again; if it stays, make the folder readable for this user.",
+            param="model",
+        )
 
 
 def _of_snapshot(name: str, revisions: list[str], snapshot: Path) -> Iterator[Entry]:

@@ -40,7 +40,16 @@ class Removal:
         return sum(blob.lstat().st_size for blob in self.blobs)
 
     def carry_out(self) -> None:
-        """Remove the files."""
+        """Remove the files. Raises `ModelError` where the system does not let us."""
+        try:
+            self._remove()
+        except OSError as error:
+            raise ModelError(
+                f"{self.name} could not be removed: {error.filename}: {error.strerror or error}.",
+                remedy="Run the command again as the user who owns the files.",
+            ) from error
+
+    def _remove(self) -> None:
         if not self.links:
             shutil.rmtree(self.repository.directory)
             shutil.rmtree(self.repository.lock_directory, ignore_errors=True)

@@ -486,3 +486,21 @@ def test_what_huggingface_hub_has_downloaded_is_not_downloaded_again(hub: FakeHu
     finally:
         huggingface_hub.close_session()
     assert pull(hub).downloaded == 0
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://hub.example:99999", "http://hub.example:x"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="is not the address of a hub"):
+        HubAddress(endpoint=url)
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add(NAME, PLAIN)
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    monkeypatch.setenv("HF_HUB_CACHE", str(in_the_way))
+    with pytest.raises(DiskSpaceError, match=f"{in_the_way}.* cannot be written: ") as refused:
+        pull(hub)
+    assert "HF_HUB_CACHE" in refused.value.remedy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from penstock.cli.models import listing
 from penstock.cli.program import run
 from penstock.cli.terminal import Invocation
 from penstock.errors import ModelError
+from penstock.local_models.hub_cache import CachedRepository
 from penstock.local_models.model_name import ModelName
 from penstock.local_models.removal import plan_removal
 
@@ -250,3 +252,34 @@ def test_a_file_that_this_very_process_has_open_is_in_use(cache: Path) -> None:
     assert code == 3
     assert f"process {os.getpid()} has it open" in err
     assert penstock("rm", "org/some", "--yes")[0] == 0
+
+
+def test_files_that_the_system_keeps_are_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known_model(cache, "org/some")
+
+    def refuse(path: Path, **_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    code, out, err = penstock("rm", "org/some", "--yes")
+    assert (code, out) == (3, "")
+    assert "org/some could not be removed: " in err
+    assert "Permission denied" in err
+    assert "bug" not in err
+
+
+def test_a_model_that_goes_while_it_is_listed_does_not_hide_the_rest(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("org/gone", "org/some"):
+        known_model(cache, name)
+
+    def incomplete_files(repository: CachedRepository) -> list[Path]:
+        return [cache / "absent"] if repository.name == "org/gone" else []
+
+    monkeypatch.setattr(CachedRepository, "incomplete_files", incomplete_files)
+    code, out, err = penstock("ls")
+    assert code == 0
+    assert "org/some" in out
+    assert "warning: org/gone in the hub's cache cannot be read: " in err
+    assert "No such file or directory" in err
