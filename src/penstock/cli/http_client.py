@@ -178,7 +178,7 @@ def stream_json(
 
 
 @contextmanager
-def _reading(target: Target, timeout_s: float) -> Iterator[None]:
+def _reading(target: Target, timeout_s: float | None) -> Iterator[None]:
     """Say in words of ours what goes wrong while an answer is read."""
     try:
         yield
