@@ -33,8 +33,6 @@ DISTRIBUTION_OF = {
     "prometheus_client": "prometheus-client",
     "huggingface_hub": "huggingface-hub",
 }
-# Declared though another dependency imports it: uvicorn's protocol on which ours builds needs it.
-IMPORTED_BY_OTHERS = {"httptools"}
 
 
 def tree_of(path: Path) -> ast.Module:
@@ -342,8 +340,7 @@ def test_source_imports_only_what_is_declared() -> None:
 
 
 def test_every_core_dependency_is_used_by_the_source() -> None:
-    unused = declared(PYPROJECT["project"]["dependencies"]) - third_party_imports()
-    assert unused == IMPORTED_BY_OTHERS
+    assert declared(PYPROJECT["project"]["dependencies"]) - third_party_imports() == set()
 
 
 def test_strict_types_cover_every_torch_free_package() -> None:

@@ -8,6 +8,7 @@ weights need not be on this machine.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -236,8 +237,8 @@ def read_sizes(config: ModelConfig) -> ModelSizes:
 
 def _path_of(model: str) -> Path:
     """Return the directory of a model; the path of a `config.json` stands for the directory that it is in."""
-    path = Path(model).expanduser()
-    if path.suffix == ".json" and path.is_file():
+    path = Path(os.path.expanduser(model))
+    if path.suffix == ".json" and os.path.isfile(path):  # an impossible name is absent, and no error
         if path.name != CONFIG_FILE:
             raise ModelConfigError(
                 f"{path} is not called {CONFIG_FILE}.",

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.errors import UsageError
 from penstock.local_models.model_name import ModelName
 
 MAIN = "main"
@@ -20,12 +21,18 @@ _PREFIX = "models--"
 
 
 def hub_cache_directory() -> Path:
-    """Return the folder in which huggingface_hub keeps models."""
-    if explicit := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(explicit).expanduser()
+    """Return the folder in which huggingface_hub keeps models. Raises `UsageError` where there is no home."""
+    explicit = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or f"{user_cache}/huggingface"
-    return Path(home).expanduser() / "hub"
+    try:
+        return Path(explicit or f"{home}/hub").expanduser()
+    except RuntimeError as error:  # as in a container, of a user that the system does not know
+        raise UsageError(
+            "the folder of models is not known: HOME is not set, and this user has no home directory.",
+            remedy="Set HOME, or HF_HUB_CACHE to a folder.",
+            code="no_home",
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ changed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,8 +58,8 @@ def lm_studio_directories() -> list[Path]:
     """Return the folders of LM Studio's models: the one that its user chose, or its own; then the old one."""
     home = _home()
     chosen = _chosen_folder(home / "settings.json")
-    own = [Path(chosen).expanduser()] if chosen else [home / "models"]
-    return [*own, Path("~/.cache/lm-studio/models").expanduser()]
+    own = [Path(os.path.expanduser(chosen))] if chosen else [home / "models"]
+    return [*own, Path(os.path.expanduser("~/.cache/lm-studio/models"))]
 
 
 def lm_studio_models() -> Iterator[LmStudioModel]:
@@ -79,10 +80,10 @@ def lm_studio_models() -> Iterator[LmStudioModel]:
 def _home() -> Path:
     """Return LM Studio's own folder; a file in the user's home says where it was moved to."""
     try:
-        moved = Path("~/.lmstudio-home-pointer").expanduser().read_text(encoding="utf-8").strip()
+        moved = Path(os.path.expanduser("~/.lmstudio-home-pointer")).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         moved = ""
-    return Path(moved or "~/.lmstudio").expanduser()
+    return Path(os.path.expanduser(moved or "~/.lmstudio"))
 
 
 def _chosen_folder(settings: Path) -> str:

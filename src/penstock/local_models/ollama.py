@@ -55,8 +55,8 @@ class OllamaModel:
 def ollama_directories() -> list[Path]:
     """Return Ollama's stores: the one of `OLLAMA_MODELS`, else the user's and the system service's."""
     if explicit := os.environ.get("OLLAMA_MODELS"):
-        return [Path(explicit).expanduser()]
-    return [Path("~/.ollama/models").expanduser(), _OF_THE_SERVICE]
+        return [Path(os.path.expanduser(explicit))]
+    return [Path(os.path.expanduser("~/.ollama/models")), _OF_THE_SERVICE]
 
 
 def ollama_model(name: ModelName) -> OllamaModel | None:

@@ -165,3 +165,9 @@ def test_i7_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
         read_sizes(ModelConfig(model=str(path)))
     with pytest.raises(ModelError):
         read_sizes(ModelConfig(model=str(tmp_path / "absent")))
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/model", 300 * "x" + ".json"])
+def test_a_name_that_no_file_can_have_is_no_model(name: str) -> None:
+    with pytest.raises(ModelError):
+        read_sizes(ModelConfig(model=name))

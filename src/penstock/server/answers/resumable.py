@@ -10,7 +10,7 @@ comments have none. A stream is found by the id of its request and the key that 
 - An answer that nobody reads continues for `PATIENCE_S`, and then ends as if its client had left,
   with an error for clients that come later.
 - A stream is kept for `KEPT_S` after the end of its answer.
-- Beyond `MAX_STREAM_BYTES` the oldest events of a stream are forgotten, when all who read have them.
+- Beyond `MAX_STREAM_BYTES` the oldest events of a stream are forgotten, when all readers have them.
 """
 
 from __future__ import annotations
