@@ -118,14 +118,14 @@ def _by_every_name(settings: list[Argument]) -> dict[str, Argument]:
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the table of a settings file. Raises `UsageError` with the place of the fault."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows marks UTF-8 at the beginning
     except OSError as error:
         raise UsageError(
             f"--config {path} cannot be read: {error.strerror}.",
             remedy="Give a readable file.",
             param="--config",
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(
             f"--config {path} is not TOML: {error}.",
             remedy="`penstock serve MODEL --print-config` prints a valid file.",

@@ -87,7 +87,7 @@ def _read(path: Path) -> list[_Stage]:
         stages = msgspec.toml.decode(path.read_bytes(), type=_Topology).stage
     except OSError as error:
         raise _bad(path, f"it cannot be read: {error.strerror}", "Give a readable TOML file.") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         remedy = "Write a table [[stage]] for each stage, with tp, device, threads and layers."
         raise _bad(path, str(error), remedy) from error
     if not stages:

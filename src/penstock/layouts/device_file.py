@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.errors import UsageError
-from penstock.layouts.device_text import bytes_per_s, hosts_of_item, parse_devices, seconds
+from penstock.layouts.device_text import bytes_per_s, hosts_of_item, parse_devices, require_countable, seconds
 from penstock.layouts.devices import DeviceHost, DeviceSet, Link
 
 SUFFIX = ".toml"
@@ -79,7 +79,7 @@ def read_device_file(path: Path) -> DeviceSet:
         links[frozenset(link.hosts)] = Link(
             kind="network", bytes_per_s=bytes_per_s(link.rate), latency_s=seconds(link.latency)
         )
-    return DeviceSet(hosts=hosts, links=links)
+    return require_countable(DeviceSet(hosts=hosts, links=links))
 
 
 def _host(path: Path, host: _Host) -> DeviceHost:
@@ -99,7 +99,7 @@ def _read(path: Path) -> _File:
             read = msgspec.toml.decode(file.read(_MAX_BYTES), type=_File)
     except OSError as error:
         raise _bad(path, f"it cannot be read: {error.strerror}", "Give a readable TOML file.") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         remedy = "Write a table [[host]] with name and devices for each host, and [[link]] for links."
         raise _bad(path, str(error), remedy) from error
     if not read.host:

@@ -61,7 +61,11 @@ def parse_devices(text: str) -> DeviceSet:
         UsageError: the text cannot be read; the error lists the known devices.
     """
     hosts = [host for item in text.split(",") for host in hosts_of_item(item.strip())]
-    devices = DeviceSet(hosts=tuple(_named(hosts)))
+    return require_countable(DeviceSet(hosts=tuple(_named(hosts))))
+
+
+def require_countable(devices: DeviceSet) -> DeviceSet:
+    """Return the devices. Raises `UsageError` for more than layouts can be tried on."""
     if devices.num_devices > _MAX_DEVICES:
         raise bad_devices(f"{devices.num_devices} devices are more than {_MAX_DEVICES}")
     return devices

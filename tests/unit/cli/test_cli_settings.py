@@ -17,6 +17,7 @@ from penstock.cli import serve as cli_serve
 from penstock.cli.program import run
 from penstock.cli.reporter import JsonReporter, ServeReporter
 from penstock.cli.settings import configured_server, read_keys
+from penstock.cli.sources import read_toml
 from penstock.cli.terminal import Invocation
 from penstock.config.declared import ENGINE, SERVER, configured_engine, declared
 from penstock.config.engine import EngineConfig
@@ -125,6 +126,7 @@ def test_keys_are_never_printed(tmp_path: Path) -> None:
     [
         ("prot = 1\n", "Did you mean port?"),
         ("port = \n", "is not TOML"),
+        ("port = " + 100_000 * "[", "is not TOML"),
         ("port = [1, 2]\n", "not a valid value of --port"),
         ("port = true\n", "not a valid value of --port"),
         ('port = "x"\n', "is 'x'; it must be a whole number."),
@@ -137,6 +139,12 @@ def test_keys_are_never_printed(tmp_path: Path) -> None:
 def test_a_bad_file_is_refused_with_the_place(tmp_path: Path, text: str, told: str) -> None:
     path = settings_file(tmp_path, text)
     assert told in refused("--config", path)
+
+
+def test_a_file_that_windows_has_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_bytes(b"\xef\xbb\xbfport = 9000\r\n")
+    assert read_toml(path) == {"port": 9000}
 
 
 def test_a_bad_environment_value_is_named() -> None:

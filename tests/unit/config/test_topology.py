@@ -148,3 +148,10 @@ def test_d13_the_flag_is_the_same_file(tmp_path: Path) -> None:
     assert parallel.tp_sizes == [2, 1]
     with pytest.raises(UsageError, match="pipeline_parallel_size and a topology file both define the stages"):
         configured_engine({"topology": path, "pipeline_parallel_size": 2}, "m")
+
+
+def test_a_file_of_brackets_alone_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "deep.toml"
+    path.write_text("stage = " + 100_000 * "[")
+    with pytest.raises(UsageError, match="topology file"):
+        with_topology(ParallelConfig(), path)

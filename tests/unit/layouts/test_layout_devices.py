@@ -120,3 +120,17 @@ def test_i6_a_file_of_devices_that_is_wrong_is_refused_by_name(
 def test_i6_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         devices_of(str(tmp_path / "absent.toml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("host = " + 100_000 * "[", "recursion"),
+        ('[[host]]\nname = "desk"\ndevices = "a100:9999"\n', "9999 devices are more than 4096"),
+    ],
+)
+def test_i6_a_file_without_measure_is_refused(tmp_path: Path, text: str, what: str) -> None:
+    path = tmp_path / "hosts.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=what):
+        devices_of(str(path))
