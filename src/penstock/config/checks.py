@@ -36,7 +36,7 @@ def above_zero(name: str, seconds: float) -> None:
 
 
 def timeout(name: str, seconds: float) -> None:
-    """Require seconds that a wait for a socket can take."""
+    """Refuse seconds that a wait for a socket cannot take."""
     if not 0 < seconds <= MAX_TIMEOUT_S:
         raise UsageError(
             f"{name} is {seconds}; it must be above 0 and at most {MAX_TIMEOUT_S:.0f} seconds.",
