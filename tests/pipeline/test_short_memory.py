@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 
 import checkpoints
 from penstock.engine.core import core_assembly, memory_gate
-from penstock.engine.core.memory_gate import MemoryGate
 from penstock.errors import PlanMemoryError
 from penstock.models.decoder import Decoder
 from small_engines import run, small_engine
@@ -67,11 +65,8 @@ def test_f9_requests_wait_while_the_host_is_short_of_memory_and_then_go_on(
 ) -> None:
     short: list[int] = []  # what is free at the next looks; then there is enough
 
-    def gate(min_bytes: int, clock: Callable[[], float]) -> MemoryGate:
-        return MemoryGate(min_bytes, clock, lambda: short.pop() if short else 1 << 30)
-
     monkeypatch.setattr(memory_gate, "LOOK_S", 0.0)
-    monkeypatch.setattr(core_assembly, "memory_gate", gate)
+    monkeypatch.setattr(core_assembly, "host_available_bytes", lambda: short.pop() if short else 1 << 30)
     with caplog.at_level(logging.WARNING), small_engine(model) as llm:
         assert run(llm, PROMPTS[:1])[0] == expected[:1]
         short += [0, 0]

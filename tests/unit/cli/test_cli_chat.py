@@ -361,7 +361,7 @@ def test_what_cannot_be_sent_or_waited_is_not_blamed_on_the_server(given: tuple[
 
 def test_a_piped_prompt_that_is_no_utf_8_is_refused() -> None:
     made = invocation()
-    made.stdin = TextIOWrapper(BytesIO(b"caf\xe9"), encoding="utf-8")
+    made.stdin = TextIOWrapper(BytesIO(b"\xe9t\xe9"), encoding="utf-8")
     with completions_server(Script(completion)) as url:
         assert run(["complete", "--url", url], made) == 2
     assert isinstance(made.stderr, StringIO)

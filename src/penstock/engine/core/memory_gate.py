@@ -16,7 +16,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from penstock.batch import StageTimes
-from penstock.process.host_memory import host_available_bytes
 from penstock.scheduler.start_order import StartGate
 
 LOOK_S = 1.0  # between two looks
@@ -86,7 +85,7 @@ class MemoryGate(StartGate):
 
 
 def memory_gate(
-    min_bytes: int, clock: Callable[[], float], available: Callable[[], int] = host_available_bytes
+    min_bytes: int, clock: Callable[[], float], available: Callable[[], int]
 ) -> MemoryGate | None:
     """Return the gate that holds requests back while memory is short, or None if the limit is 0."""
     return MemoryGate(min_bytes, clock, available) if min_bytes else None
