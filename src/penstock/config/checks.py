@@ -47,9 +47,5 @@ def timeout(name: str, seconds: float) -> None:
 
 def sendable(name: str, value: object) -> None:
     """Refuse a whole number that has no room in the messages between processes: 64 bits, with a sign."""
-    if isinstance(value, int) and not -MAX_WHOLE - 1 <= value <= MAX_WHOLE:
-        raise UsageError(
-            f"{name} is {value}; it must be between {-MAX_WHOLE - 1} and {MAX_WHOLE}.",
-            param=name,
-            code="out_of_range",
-        )
+    if isinstance(value, int):
+        between(name, value, -MAX_WHOLE - 1, MAX_WHOLE)

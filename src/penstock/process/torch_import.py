@@ -37,7 +37,8 @@ def cheap_torch_import() -> Iterator[None]:
     finally:
         # No trace of the empty module is left, so that `load_meta_functions` imports the true one.
         sys.modules.pop(_META_FUNCTIONS, None)
-        vars(sys.modules.get("torch", ModuleType("torch"))).pop("_meta_registrations", None)
+        if (torch := sys.modules.get("torch")) is not None:
+            vars(torch).pop("_meta_registrations", None)
         gc.freeze()
         if was_enabled:
             gc.enable()
