@@ -111,6 +111,6 @@ def test_a_way_that_carries_next_to_nothing_is_given_up() -> None:
     with shaped_network() as network:
         one, other = network.hosts
         (pair, *_) = pair_addresses(addresses_of(one), addresses_of(other))
-        other.link.set_delay(0.4)
+        other.link.set_delay(0.8)
         with pytest.raises(WaitTimeoutError):
             measured(one, other, pair)

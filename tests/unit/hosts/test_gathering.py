@@ -198,7 +198,7 @@ class Joining:
 @pytest.fixture
 def joining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Joining]:
     monkeypatch.setattr(path_finding, "MEASURING_S", 0.0)
-    monkeypatch.setattr(link_measuring, "MEASURING_S", 60.0)  # that a slow thread may take
+    monkeypatch.setattr(link_measuring, "LIMIT_S", 60.0)  # that a slow thread may take
     monkeypatch.setattr(worker, "FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(worker, "MOST_PAUSE_S", 0.2)
     made = Joining(tmp_path)

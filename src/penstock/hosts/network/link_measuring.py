@@ -17,8 +17,9 @@ are never more than could come in time at the speed so far. The speed is that of
 receiver. An average would count the beginning, in which TCP's window is small and a long path mostly silent.
 
 A fast path with a long round trip is still measured as too slow (100 Mbit/s at 50 ms: as a sixth), since TCP
-does not open its window in so short a time. Measuring ends within `MEASURING_S`; a path of less than about
-0.3 Mbit/s is given up. A TCP socket should have TCP_NODELAY, as links have.
+does not open its window in so short a time. Measuring takes about `MEASURING_S`, and longer on a busy host.
+After `LIMIT_S` it is given up: such a path carries less than about 0.2 Mbit/s. A TCP socket should have
+TCP_NODELAY, as links have.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from penstock.bounds import Seconds, Speed
 from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
 
 MEASURING_S = 1.0
+LIMIT_S = 2.0  # longer, since a thread of a busy host may have to wait for a core
 ANSWERING_S = 5.0
 WINDOW_S = 0.02  # long enough that a process which is woken a little late does not matter
 
@@ -49,7 +51,7 @@ _MAX_ECHOES = 9
 _FIRST_PIECE, _MAX_PIECE = 1 << 12, 1 << 18
 _PIECES_OF_A_SIZE = 8  # after so many pieces the size doubles
 _MAX_AHEAD = 32
-_ECHOES_UNTIL_S, _OUT_UNTIL_S, _IN_UNTIL_S = 0.1, 0.5, 0.9  # after the beginning
+_ECHOES_UNTIL, _OUT_UNTIL, _IN_UNTIL = 0.1, 0.5, 0.9  # as shares of the time that measuring should take
 
 Clock = Callable[[], float]
 Start = Callable[[int], None]
@@ -97,11 +99,11 @@ def measure_stream(stream: Stream, clock: Clock = monotonic, seconds: float = ME
             carries anything; the bytes per second then mean nothing.
 
     Raises:
-        WaitTimeoutError: a few kilobytes need longer than `MEASURING_S`, so that the path is of no use.
+        WaitTimeoutError: a few kilobytes need longer than `LIMIT_S`, so that the path is of no use.
         LinkClosedError: the other host has closed the stream.
     """
-    began, share = clock(), seconds / MEASURING_S
-    wire = _Wire(stream, clock, MEASURING_S)
+    began = clock()
+    wire = _Wire(stream, clock, LIMIT_S)
 
     def send_piece(size: int) -> None:
         wire.send(_REQUEST.pack(_TAKE, size))
@@ -119,9 +121,9 @@ def measure_stream(stream: Stream, clock: Clock = monotonic, seconds: float = ME
         return clock()
 
     speed = StreamSpeed(
-        round_trip_s=_round_trip(wire, began + share * _ECHOES_UNTIL_S, clock),
-        bytes_per_s_out=flood(send_piece, piece_taken, began + share * _OUT_UNTIL_S, clock),
-        bytes_per_s_in=flood(request_piece, receive_piece, began + share * _IN_UNTIL_S, clock),
+        round_trip_s=_round_trip(wire, began + seconds * _ECHOES_UNTIL, clock),
+        bytes_per_s_out=flood(send_piece, piece_taken, began + seconds * _OUT_UNTIL, clock),
+        bytes_per_s_in=flood(request_piece, receive_piece, began + seconds * _IN_UNTIL, clock),
     )
     wire.send(_REQUEST.pack(_END, 0))
     return speed

@@ -50,7 +50,7 @@ class Scouts:
 
 @pytest.fixture
 def scouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scouts]:
-    monkeypatch.setattr(link_measuring, "MEASURING_S", 60.0)  # that a slow thread may take
+    monkeypatch.setattr(link_measuring, "LIMIT_S", 60.0)  # that a slow thread may take
     made = Scouts(tmp_path)
     yield made
     made.head.rest()

@@ -93,7 +93,7 @@ class Head:
 @pytest.fixture
 def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Head]:
     monkeypatch.setattr(visiting, "MEASURING_S", 0.0)
-    monkeypatch.setattr(link_measuring, "MEASURING_S", 60.0)  # that a slow thread may take
+    monkeypatch.setattr(link_measuring, "LIMIT_S", 60.0)  # that a slow thread may take
     monkeypatch.setattr(visiting, "own_version", lambda: VERSION)
     monkeypatch.setattr(port_check, "MOST_PORTS", 3)
     made = Head(tmp_path)
