@@ -1,4 +1,4 @@
-"""The commands `penstock doctor` and `penstock version`: they check if this machine is fit to serve a model.
+"""`penstock doctor` checks whether this machine is fit to serve a model; `penstock version` prints versions.
 
 Called by `cli.program`. Each check is a function that returns a `Finding` or several, and raises only a
 `PenstockError`. It gets what it looks at as an argument if a test needs other values. This module never

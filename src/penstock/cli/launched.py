@@ -1,4 +1,4 @@
-"""Decides whether a `penstock worker` that a launcher has started becomes the head or a worker.
+"""Decides whether a `penstock worker` that SLURM or another launcher started becomes the head or a worker.
 
 The first process becomes the head: it runs `penstock serve` with the words that its user has put behind `--`,
 and with flags that follow from the launcher. The other processes join it as workers. They get the token from

@@ -1,4 +1,4 @@
-"""`Setting`: the description of a flag, with which a config annotates the field that the flag sets.
+"""`Setting` describes a flag; a config annotates the field that the flag sets with it.
 
 The structs of `config` annotate each field that a user can set with a `Setting`; `config.declared` collects
 them. A setting is declared nowhere else. The command line, `--help`, the settings file, `docs/flags.md` and

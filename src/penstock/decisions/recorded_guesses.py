@@ -1,4 +1,4 @@
-"""A drafter, and guides that apply grammars to its guesses, whose answers are noted for a recording."""
+"""Records the answers of a drafter, and of the guides that apply grammars to its guesses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sources that a loop polls all its life: a bell that threads ring, and a stand-in for a connection."""
+"""The objects that a loop polls as long as it runs: a bell to wake it, and a connection that may change."""
 
 from __future__ import annotations
 

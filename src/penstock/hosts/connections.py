@@ -15,7 +15,8 @@ from penstock.hosts.rank_host import HostEnd, Need, Parties, RankHost
 class Connection:
     """A connection of two or more processes for one epoch, as the supervisor holds it.
 
-    Each process has an end at its host (`HostEnd`): one end was accepted, and the others have joined it.
+    For each process, its host holds an end (`HostEnd`). One process accepts, and the others join it. If the
+    hosts are swapped (`connect`), the end of the accepting process dials, and the other one listens.
     """
 
     def __init__(self, accepted: HostEnd, joined: Sequence[HostEnd]) -> None:
@@ -33,12 +34,15 @@ class Connection:
         return [end.endpoint for end in self._joined]
 
     def delivered(self) -> None:
-        """Record that all processes have been given their endpoints; hosts then stop listening for them."""
+        """Record that all processes have their endpoints; hosts then close their own listening sockets.
+
+        What ends the connection stays open.
+        """
         for end in (self._accepted, *self._joined):
             end.delivered()
 
     def end(self) -> None:
-        """End the connection, so that all processes that wait at it stop waiting; then close it."""
+        """End and close the connection: all processes that wait at it stop waiting."""
         for end in (*self._joined, self._accepted):
             end.end()
 
@@ -61,11 +65,13 @@ def connect(
     """Make a connection between a process that accepts and others that join it, for one epoch.
 
     Args:
-        need: what the connection is for, with its sizes.
+        need: what the connection is for, with the sizes of its buffers or messages.
         epoch: the epoch that the connection is for.
-        accepting, joining: the processes to connect; only a meeting has several that join.
+        accepting, joining: the processes to connect. Several join only if they are the ranks of a stage,
+            which meet in shared memory (`MeetingNeed`).
         routes: say between which addresses of two hosts the connection runs, and which host listens. If the
-            accepting host cannot be reached, the joining host listens; data still go in the same direction.
+            accepting host cannot be reached, the joining host listens. That changes neither which process
+            sends nor which one receives.
 
     Raises:
         PeerError: the hosts have no kind of connection in common, or one of them is lost.

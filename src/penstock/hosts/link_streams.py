@@ -1,4 +1,4 @@
-"""The streams to other hosts, as a host offers them: where it listens and how its processes prove themselves.
+"""Tells other hosts of this host's streams: where it listens, and how its processes prove their identity.
 
 Used by `hosts.local` on the head and on every worker. A host offers one kind only: `tls`, or `challenged`
 (plain text after a proof) if its own command line says so. What the other side asks for does not count.

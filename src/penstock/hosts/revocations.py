@@ -1,4 +1,4 @@
-"""Ends the connections of a worker at the head when its certificate is not in the book of hosts any more.
+"""Ends the head's connections of a worker whose certificate is no longer in the book of admitted hosts.
 
 `penstock hosts revoke` takes a certificate out of the book while the head runs. Therefore the head reads the
 book, a file of some hundred bytes, each second. It compares the book with the certificates of the connected

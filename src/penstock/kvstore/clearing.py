@@ -1,4 +1,4 @@
-"""The deletion of all records of a namespace or of a whole store, with bounded memory and in bounded time."""
+"""The deletion of all records of a model (a namespace) or of a whole store, in bounded memory and time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Carries out, on one rank of a host, what the core asks of the catalogue of that host's own store.
+"""Carries out, on one rank of a host, the core's questions and orders about the store of that host.
 
 Where hosts have a store each, the core calls one rank of each host: to ask about the entries of blocks in its
 store, and to make and delete entries. The rank hands the calls on, and never waits: a thread of the catalogue

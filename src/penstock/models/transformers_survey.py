@@ -1,4 +1,4 @@
-"""The survey of a model of transformers, built without memory, to find out which parts a stage needs.
+"""Builds a model of transformers without memory for its weights, to find out which parts a stage needs.
 
 The whole model is built on torch's meta device, where tensors have shapes and no bytes, and is run there once
 over a few tokens. A module that is called before the first layer belongs to the first stage, and one that is

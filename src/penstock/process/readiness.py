@@ -1,6 +1,6 @@
-"""Waits for objects with a file descriptor to become readable or writable, whatever the descriptor's number.
+"""Waits for objects to become readable or writable, also if their descriptors are above 1,023.
 
-`select.select` fails for descriptors from 1,024 on. The supervisor of many ranks may have more of them, and
+`select.select` cannot wait for such descriptors. The supervisor of many ranks may have more of them, and
 so may a program that uses `LLM`. The module is called wherever a process waits for a few objects now and
 then; loops that wait in every step keep a `select.poll` of their own.
 """

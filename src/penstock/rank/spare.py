@@ -1,4 +1,4 @@
-"""A process that waits to become a rank: `python -m penstock.rank.spare`, run as `rank.process` is.
+"""A process that waits to become a rank: `python -m penstock.rank.spare`, with the options of `rank.process`.
 
 A host starts it while all is well, or shortly before a worker is asked for a rank. The process imports what
 every rank needs, reports that, and waits without weights. When a rank is to be started, it becomes that rank

@@ -1,6 +1,7 @@
-"""Takes the recorder's place in a replay: the core gets a clock, drafter and guides that repeat a recording.
+"""Takes the recorder's place in a replay: gives the core a clock and guesses that repeat a recording.
 
-Guides apply the grammar of a request to its guesses (`speculation.grammar_guides`). The scheduler's own rules
+A drafter makes the guesses, and guides apply the grammar of a request to them (`speculation.grammar_guides`);
+both repeat their answers. The scheduler's own rules
 about guesses (how many are worth sending, which requests wait for them) run as in a live engine.
 """
 

@@ -1,4 +1,4 @@
-"""The penalties and biases of all rows, as entries of a `SparseBias`, on the last stage.
+"""The penalties and biases of all rows on the last stage, as a sparse list of changes to logits.
 
 For a token with logit l, which has been generated `count` times:
 

@@ -1,4 +1,4 @@
-"""Builds the ASGI app: routes, collaborators, and the gate around them.
+"""Builds the ASGI app: the routes, the objects that they use, and the gate around them.
 
 `create_app` is called by `api_process`, with the client of the engine, and by tests, with a fake engine. The
 app's lifespan connects to the engine in the background, so that health and errors are answered while the

@@ -1,4 +1,4 @@
-"""The flags of loads that `bench serve` and `simulate` share, such as the scale of a trace."""
+"""The flags of loads (requests to send) that `bench serve` and `simulate` share, such as `--time-scale`."""
 
 from __future__ import annotations
 

@@ -1,18 +1,19 @@
 """Decides on which hosts the next epoch of a pipeline runs, and which lost hosts are still waited for.
 
-    all are there ──a host is lost──▶ it is waited for ──it is back──▶ epoch on the same hosts
-                                        │        └──another host can take its place──▶ epoch with that host
-                                        └──the time is over──▶ epoch on the hosts that are there
+    all are there ──a host is lost──▶ it is waited for
+        it is back ───────────────────────────────────────────────▶ epoch on the same hosts
+        `RETURN_S` is over, and as many hosts are there as at first ──▶ epoch on as many of them
+        `rejoin_timeout_s` is over ───────────────────────────────▶ epoch on the hosts that are there
 
-The caller says which hosts are connected and what time it is; no host and no clock is known here. Used by
-`engine.supervisor.pipe_layout`.
+The caller says which hosts are connected and what time it is. This module talks to no host and reads no
+clock. Used by `engine.supervisor.pipe_layout`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-RETURN_S = 1.0  # a host whose connection broke is back by then, before another host could have loaded stages
+RETURN_S = 1.0  # a host that lost only its connection is usually back by then; others must load stages first
 
 
 class HostChoice:
@@ -20,8 +21,9 @@ class HostChoice:
 
     Args:
         names: names of the hosts that the first epoch runs on; later epochs run on at most as many.
-        rejoin_timeout_s: seconds for which a lost host is waited for.
-        of_others: names of the hosts of other replicas, which take over only if no other host is connected.
+        rejoin_timeout_s: seconds for which a lost host is waited for at most.
+        of_others: names of the hosts on which other replicas of the model (pipelines) run. This pipeline uses
+            them only if none of the remaining hosts is connected.
 
     Attributes:
         laid_over: names of the hosts of the present epoch; between two epochs, those of the last one.
@@ -38,7 +40,7 @@ class HostChoice:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The names of the pipeline's hosts that were not connected at the last look."""
+        """The names of the pipeline's hosts that were missing at the last `look`, if no epoch began since."""
         return tuple(self._missing_since)
 
     def look(self, there: Collection[str], now: float) -> None:
@@ -52,10 +54,11 @@ class HostChoice:
         self._missing_since = {name: since.get(name, now) for name in self.laid_over if name not in there}
 
     def next_hosts(self, there: Sequence[str], now: float) -> tuple[str, ...]:
-        """Return the names of the hosts that the next epoch is to run on; empty while a host is waited for.
+        """Return the names of the hosts that the next epoch is to run on.
 
-        Hosts that came back while the pipeline served without them are considered too. If more hosts are
-        connected than serve together, hosts of the last epoch are preferred.
+        The result is empty while a host is waited for, and if no host is connected. Hosts that came back
+        while the pipeline served without them are considered too. If more hosts that
+        no other replica uses are connected than the first epoch had, those of the last epoch are taken first.
 
         Args:
             there: names of the hosts that are connected.

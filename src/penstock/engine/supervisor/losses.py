@@ -1,4 +1,4 @@
-"""Tracks the current epoch, which members have left it or are lost, and when the next one begins.
+"""Tracks the current epoch, which processes have left it or are lost, and when the next one begins.
 
 Members are the processes of core and ranks; an epoch is the time in which the same members are connected. The
 supervisor and its `PipelineProcesses` report what they see, in member indices and seconds, and act on the
@@ -14,12 +14,12 @@ from typing import Generic, TypeVar
 from penstock.errors import ErrorInfo
 
 CORE = -1  # member index of the core; the member index of a rank is its number
-MAX_LOSSES = 3  # after more losses without a success, pauses grow and running requests end
+MAX_LOSSES = 3  # after more, without a step through all stages, pauses grow and running requests end
 MAX_RETRY_S = 60.0
-_JUST_AFTER_S = 0.001  # a silence is too long only when it is longer than its limit
-LONG_LOOK_S = 2.0  # if two looks are further apart, the supervisor itself had no time between them
-LOADING_LIMIT_S = 60.0  # least limit for a process that loads: importing a library may hold everything up
-ELSEWHERE_LIMIT_S = 5.0  # least limit on other hosts: by then it is known whether the host is connected
+_JUST_AFTER_S = 0.001  # added to a wait: after it a silence is longer than its limit, and not just as long
+LONG_LOOK_S = 2.0  # if two calls of `silent` are further apart, the supervisor itself did not run
+LOADING_LIMIT_S = 60.0  # least limit for a process that loads: an import may stop all of its threads
+ELSEWHERE_LIMIT_S = 5.0  # least limit on another host: a lost connection to the host is known by then
 
 Key = TypeVar("Key")
 
@@ -71,8 +71,8 @@ class Heartbeats(Generic[Key]):
     """Finds child processes that have been silent for too long; each reports every second that it is alive.
 
     Args:
-        limit_s: seconds after which silence is too long; for children that load or run on other hosts, the
-            limit may be longer.
+        limit_s: seconds after which silence is too long. The limit may be longer for children that are still
+            loading, and for children on other hosts.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -97,7 +97,8 @@ class Heartbeats(Generic[Key]):
     ) -> dict[Key, float]:
         """Return the children that have been silent for too long, with the seconds of their silence.
 
-        Silence does not count while the caller itself has stood still.
+        If the last call is more than `LONG_LOOK_S` ago, the caller itself did not run. All silence until now
+        is then forgotten.
 
         Args:
             heard_at: when each child was heard last, in monotonic seconds.
@@ -132,7 +133,7 @@ class Losses:
     Attributes:
         epoch: number of the present epoch; between two epochs, number of the last one.
         missing: indices of members to start again; None within an epoch.
-        causes: errors because of which members have left the present epoch by themselves.
+        causes: the errors of members that have left the present epoch before it was ended.
     """
 
     def __init__(self, *, leave_s: float) -> None:
@@ -140,10 +141,10 @@ class Losses:
         self.missing: set[int] | None = None
         self.causes: list[ErrorInfo] = []
         self._leave_s = leave_s
-        self._patience_s = leave_s  # seconds to leave the present epoch, once it is over
+        self._patience_s = leave_s  # the time that members will have to leave the present epoch
         self._left: dict[int, int] = {}  # the newest epoch that each member has left
         self._leave_by = math.inf
-        self._leaving_s = leave_s  # seconds to leave the epoch that is over
+        self._leaving_s = leave_s  # the time that they have to leave the epoch that ended last
         self._away_at: dict[int, float] = {}  # by member: when its host was last seen not connected
         self._back_off = BackOff()
 
@@ -158,15 +159,15 @@ class Losses:
         return self.missing is None and not self._back_off.is_pending
 
     def leave(self, epoch: int, cause: ErrorInfo, member: int, *, leave_s: float | None = None) -> None:
-        """Record that a member has left an epoch by itself.
+        """Record that a member has left an epoch, before or after the supervisor has ended it.
 
-        If it is the present epoch, the caller then ends it for all members (`end`).
+        If it is the present epoch, the cause is kept, and the caller then ends it for all members (`end`).
 
         Args:
             epoch: number of the epoch.
             cause: why the member has left the epoch.
-            leave_s: seconds that other members may take to leave, if the member knows a shorter time than
-                the configuration has.
+            leave_s: seconds that other members may take to leave, as the member reports it. It counts only
+                if it is shorter than the `leave_s` of this object.
         """
         self._left[member] = epoch
         if epoch == self.epoch and self.missing is None:
@@ -210,7 +211,7 @@ class Losses:
     def recovered(self, now: float) -> float:
         """Record that a step has crossed all stages in this epoch.
 
-        Returns the seconds since the first loss since the last success.
+        Returns how many seconds ago the pipe was lost: the first time, if it was lost several times.
         """
         self._leave_by = math.inf
         return self._back_off.succeed(now)
@@ -218,7 +219,7 @@ class Losses:
     def hung(self, members: set[int], now: float, away: Collection[int] = ()) -> set[int]:
         """Return which of these members have not left the epoch that is over, though their time is up.
 
-        Each member is returned once.
+        Each member is returned at most once for each epoch.
 
         Args:
             members: indices of members that are ready.

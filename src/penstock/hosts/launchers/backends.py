@@ -23,14 +23,17 @@ _REQUIRED = ("gather", "admit", "tend", "close")
 
 
 def open_hosts(engine: EngineConfig, voices: Voices) -> EngineHosts:
-    """Return the hosts on which an engine is to run, by its executor backend, without waiting for workers.
+    """Return the object that brings the hosts of an engine together, as its executor backend does it.
+
+    This does not wait for workers.
 
     Args:
         voices: functions by which the backend speaks to the user.
 
     Raises:
-        UsageError: a setting has no meaning for several hosts, or the backend cannot be used.
-        PenstockError: what the backend raises.
+        UsageError: there are more hosts than stages, a setting does not fit several hosts, or the backend
+            cannot be used.
+        Exception: what the constructor of a user's class raises passes unchanged.
     """
     name = engine.parallel.backend
     if is_own_class(name):
@@ -60,7 +63,7 @@ _MAKERS: dict[str, Callable[[EngineConfig, Voices], EngineHosts]] = {"mp": _join
 
 
 def _own_hosts(name: str, engine: EngineConfig, voices: Voices) -> EngineHosts:
-    """Return the hosts that a class of the user's own makes, after checking that they have all methods."""
+    """Make an object of the user's class; check that it has what is needed, and takes several stages."""
     make = _own_class(name)
     num_stages = engine.parallel.pipeline_parallel_size
     if num_stages > 1 and not getattr(make, "supports_pp", False):

@@ -1,4 +1,4 @@
-"""Makes the directory in which an engine whose workers Ray starts keeps its identity and certificates.
+"""Makes a directory for the identity and the certificates of an engine whose workers Ray starts.
 
 Every process of such an engine may be killed, and Ray always ends its actors like that. What they leave is
 deleted by the next engine on the same host.

@@ -1,4 +1,4 @@
-"""The interface of a starter, which gets the workers started that a head waits for.
+"""The interface of a starter: it lets some other program start the workers that a head waits for.
 
     starter.start(wanted)     called once, when workers can join
     starter.attend()          called when one of `starter.sources` is readable

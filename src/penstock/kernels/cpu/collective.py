@@ -1,4 +1,4 @@
-"""A tensor group over shared memory: its sum is a kernel, so that recorded lists of calls can contain it.
+"""The exchange of tensors among a stage's ranks in shared memory; sums are kernels, which can be recorded.
 
     memory    a cache line for the group and one for each rank, then two buffers for each rank
 

@@ -1,4 +1,4 @@
-"""Chooses the carrier (the implementation) that opens a link or a stage's meeting, by kind of endpoint.
+"""Chooses, by kind of endpoint, the carrier (the implementation) of a link, or of what joins a stage's ranks.
 
 A new carrier gets a line in a table (docs/adding-a-carrier.md). Carriers of message channels, which need no
 torch, are in `pipeline.links.channel_carriers`.

@@ -1,4 +1,4 @@
-"""The parser of a connection whose client may offer another protocol (`Upgrade`), which is never taken here.
+"""The parser of a connection whose client may offer another protocol (`Upgrade`); no offer is accepted.
 
 A server may answer such a request as any other (RFC 9110, section 7.8). httptools' parser takes it to have no
 body, and leaves what follows to the other protocol. Java's own client offers HTTP/2 so in its first request;

@@ -1,4 +1,4 @@
-"""Translates names of fields in errors from those of a chat request to those that the client has sent.
+"""Puts the client's own field names into errors about the chat request that its request became.
 
 What several APIs have in common is checked only once, in the chat request that their requests become. Used
 for errors and warnings by `responses_input` and `anthropic.messages_input`.

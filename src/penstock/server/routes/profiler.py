@@ -1,4 +1,4 @@
-"""The profiler, for one profile at a time: begun and ended by operations, written when it ends.
+"""Profiles the stages, one profile at a time; an administrator begins and ends it, and then it is written.
 
 The core keeps the reports of its stages for ten seconds; the profiler fetches them more often. A profile ends
 by itself after its longest time, when it has its largest size, or when a core is lost, since a new core would

@@ -1,4 +1,4 @@
-"""The last step before a generating request runs: the response that will run its sequences is made.
+"""Makes the response of a generating request; sending the response runs the request's sequences.
 
 Used by the generating routes, after `intake` and `grammar_checks` have let the request pass.
 """
