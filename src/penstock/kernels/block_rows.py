@@ -1,4 +1,4 @@
-"""The rows of a matrix in a block format as values, scales and offsets: between a file's bytes and panels.
+"""The rows of a matrix in a block format as values, scales and offsets, which are then packed into panels.
 
 `weights.gguf_blocks` makes them, `layers.block_matrix` packs them, and `dequantize` says what numbers they
 stand for.

@@ -2,9 +2,10 @@
 
 The core stands between a `Scheduler`, which makes plans, and an `Executor`, which runs them on the ranks. The
 loop of the core's process (`engine.core.core_server`), a thread or a test calls `step` after any event: a
-result or a request has come, or the time of `next_wakeup`. Every call first settles the results that have
-come. It then submits plans until the pipe is full or no request may run. It waits only if the caller gives a
-timeout. The core starts nothing, and reads only the injected clock.
+result or a request has come, or the time of `next_wakeup`. While ranks are connected, every call first
+settles the results that have come. It then submits plans until the pipe is full or no request may run. It
+waits only if the caller gives a timeout. The core starts no process and no thread, and takes the time only
+from the clock that it is given.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class EngineCore:
         executor: a started executor, which runs plans in order and returns one result per plan, in order.
         parallel: gives the largest number of plans in flight [D1] [S8].
         clock: monotonic seconds.
-        calibration: step id of the first plan, how many plans are issued ahead, and what learns their costs.
+        calibration: step id of the first plan, how many plans wait at stage 0, and what learns plans' costs.
         recovers: whether a broken pipe will be connected anew (`enter_epoch`); if not, its loss is final.
         stall_limit: how long a plan may be in the stages until the pipeline counts as lost.
         wire: measures the time of plans between the stages.
@@ -53,7 +54,7 @@ class EngineCore:
         vocab_size: token ids in results are below this.
 
     Attributes:
-        leave_s: when the epoch was last lost, seconds that stages may need to finish their steps in flight.
+        leave_s: seconds that stages may need to finish what was in flight when the last epoch was lost.
     """
 
     def __init__(
@@ -100,12 +101,12 @@ class EngineCore:
 
     @property
     def failure(self) -> ErrorInfo | None:
-        """The error that ended the pipeline for good, or None; then nothing is accepted or submitted."""
+        """The error that ended the pipeline for good: no request is accepted. None if it has not ended."""
         return self._failure
 
     @property
     def loss(self) -> ErrorInfo | None:
-        """The reason why the pipe is broken, or None; requests wait until a step has crossed it again."""
+        """The reason why the pipe is broken; None once a step has crossed it again."""
         return self._loss
 
     @property
@@ -120,7 +121,7 @@ class EngineCore:
 
     @property
     def has_pipe(self) -> bool:
-        """Whether ranks are connected, so that plans can be submitted; not so between two epochs."""
+        """Whether the core has ranks: not so between two epochs; after `fail` it still has them."""
         return self._executor is not NO_EXECUTOR
 
     @property
@@ -145,9 +146,9 @@ class EngineCore:
     ) -> None:
         """Queue a request; the next `step` may run it.
 
-        `output_ids` are tokens, and `num_scores` a number of prompt log-probabilities, that a lost core has
-        returned for the request. Raises `InvalidRequestError` or `OverloadedError` to refuse the request, or
-        `failure` if the pipeline was lost for good.
+        A client sends requests of a lost core again: with `output_ids`, the tokens that the core returned,
+        and `num_scores`, the number of prompt log-probabilities. Raises `InvalidRequestError` or
+        `OverloadedError` to refuse the request, or `failure` if the pipeline was lost for good.
         """
         if self._failure is not None:
             raise error_from_info(self._failure)
@@ -165,11 +166,11 @@ class EngineCore:
         """Settle the results that have come, then submit plans until the pipe is full [D2].
 
         Args:
-            timeout_s: the longest wait for a result, if nothing has come yet.
+            timeout_s: the longest wait for a result, if there is no update yet.
 
         Returns:
-            Updates in the order of their steps; empty if nothing has come. When the pipeline is lost for
-            good, a last update for each request, with `finish_reason` "error"; from then on always empty.
+            Updates in the order of their steps, and of requests that waited too long. When the pipeline is
+            lost for good, a last one for each request, with `finish_reason` "error"; then always empty.
         """
         updates: list[RequestUpdate] = []
         if self._failure is not None:
@@ -243,7 +244,7 @@ class EngineCore:
         self._scheduler.windows.close()
 
     def wait_sources(self) -> Sequence[int]:
-        """Return the file descriptors beside the executor's that become readable when `step` has work."""
+        """Return the drafters' file descriptors, readable when `step` has work; the executor has its own."""
         return self._scheduler.windows.wait_sources() if self._failure is None else ()
 
     def next_wakeup(self) -> float:
@@ -288,7 +289,7 @@ class EngineCore:
         return self._executor.reports.spans()
 
     def rank_spans(self, seen: Container[SpansKey]) -> list[StageSpans]:
-        """Return the timed work of each rank since its newest report in `seen`, which has keys of reports."""
+        """Return the timed work of each rank that is not in `seen`, the keys of known reports."""
         return self._executor.reports.rank_spans(seen)
 
     def check_invariants(self) -> None:
@@ -297,7 +298,7 @@ class EngineCore:
         self._scheduler.check_invariants()
 
     def _meet(self, ranks: Sequence[RankLoaded]) -> None:
-        """Adopt an epoch's ranks: name KV blocks by their numeric class, and find blocks in their stores."""
+        """Adopt an epoch's ranks: blocks' names get their numeric class, and their stores are used."""
         self._ranks = with_peaks_of(ranks, self._ranks)
         self._scheduler.prefixes.name_for(class_of_pipe(ranks))
         self._scheduler.prefixes.meet_stores(store_sites(ranks), self._executor)

@@ -1,8 +1,8 @@
 """Decides where and how the draft model, which guesses tokens ahead, runs beside the served model.
 
-The draft model runs on the core's host in a process of its own, like a pipeline of one stage. The code of
-`engine.supervisor.launch`, which calls this module, therefore decides the settings of that process too. This
-module starts nothing.
+The draft model runs on the core's host in a process of its own, like a pipeline of one stage. This module
+makes the config of an engine with one stage. `engine.supervisor.launch`, which calls it, hands it a function
+that makes the settings of the process from such a config. This module starts nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.tokenizer.sources.model_files import vocabulary_file
 from penstock.tokenizer.vocabularies import vocabulary_difference
 from penstock.weights.checkpoint import Checkpoint
 
-CHUNK_TOKENS = 256  # the most tokens of a text that it computes at once; guesses for other requests wait
+CHUNK_TOKENS = 256  # the most tokens of a text that the draft model computes at once; others wait
 _PARAM = "speculative_model"
 
 Decide = Callable[[EngineConfig, HostResources], RankConfig]
@@ -138,8 +138,8 @@ def _engine_config(config: EngineConfig, model: str, first: RankConfig, num_idle
 def _num_idle_cpus(ranks: Sequence[RankConfig], head: HostResources) -> int:
     """Return the number of the head's CPU cores that no rank computes on; it may be 0 or less.
 
-    The draft model then gets one thread. With two on busy cores, a stage would often hold up one of them, and
-    the other would wait for it.
+    The draft model then gets one thread. Two threads on busy cores would be slower: a stage would often hold
+    up one, and the other would wait for it.
     """
     return head.num_cpus - sum(rank.threads for rank in ranks if rank.host == head.name)
 

@@ -1,4 +1,4 @@
-"""Chooses, by kind of endpoint, the carrier (the implementation) of a link, or of what joins a stage's ranks.
+"""Chooses, by kind of endpoint, the carrier of a link, or of the exchange of tensors in a stage.
 
 A new carrier gets a line in a table (docs/adding-a-carrier.md). Carriers of message channels, which need no
 torch, are in `pipeline.links.channel_carriers`.
