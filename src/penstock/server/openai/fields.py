@@ -112,15 +112,40 @@ OF_OTHER_ROUTES: Mapping[type[msgspec.Struct], Mapping[str, tuple[tuple[object, 
 _NOT_IN_HEADERS = re.compile(r"[^!-+\--~]")  # printable ASCII but the comma, which separates names
 _STEP = re.compile(r"[^.\[\]]+|\[[^\]]*\]")
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
+_GOT_FLOAT = "got `float`"  # in msgspec's message
+_MOST_EXACT = 1 << 53  # up to here, every whole number is a float of its own
 
 
 def convert(body: dict[str, Any], request_type: type[R]) -> R:
-    """Return the request in `body`. Raises `InvalidRequestError` naming the field at fault."""
+    """Return the request in `body`. Raises `InvalidRequestError` naming the field at fault.
+
+    JSON has one kind of number, and some languages write 5 as 5.0: it is accepted where 5 is.
+    """
     _refuse_unsupported(body, request_type)
     try:
-        return msgspec.convert(body, request_type, strict=True, str_keys=True)  # keys of logit_bias are ids
+        return _converted(body, request_type)
+    except msgspec.ValidationError as error:
+        if _GOT_FLOAT not in str(error):
+            raise refused_field(str(error), request_type) from None
+    try:
+        return _converted(_with_whole_numbers(body), request_type)
     except msgspec.ValidationError as error:
         raise refused_field(str(error), request_type) from None
+
+
+def _converted(body: Any, request_type: type[R]) -> R:
+    return msgspec.convert(body, request_type, strict=True, str_keys=True)  # keys of logit_bias are ids
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    """Return a decoded JSON value in which every whole number is an int."""
+    if isinstance(value, dict):
+        return {key: _with_whole_numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_whole_numbers(inner) for inner in value]
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _MOST_EXACT:
+        return int(value)
+    return value
 
 
 def refuse_asked(
