@@ -55,7 +55,13 @@ def test_the_four_forms_of_a_prompt(live: LiveServer, prompt: Any, ids: list[lis
 
 
 def test_a_whole_number_may_be_written_with_a_point(live: LiveServer) -> None:
-    body = {"prompt": [97.0, 98], "max_tokens": 2.0, "top_k": 5.0, "temperature": 1, "logit_bias": {"97": 1.0}}
+    body = {
+        "prompt": [97.0, 98],
+        "max_tokens": 2.0,
+        "top_k": 5.0,
+        "temperature": 1,
+        "logit_bias": {"97": 1.0},
+    }
     assert live.post(TEXT, body)[0] == 200
     _, ids, sampling = live.engine.added[-1]
     assert (ids, sampling.max_tokens, sampling.top_k) == ([97, 98], 2, 5)

@@ -70,7 +70,7 @@ def read_keys(path: Path | None, name: str = "--api-key-file") -> list[str]:
     if path is None:
         return []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()  # Windows marks UTF-8 at the beginning
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UsageError(

@@ -84,7 +84,7 @@ def with_topology(parallel: ParallelConfig, path: str | os.PathLike[str]) -> Par
 
 def _read(path: Path) -> list[_Stage]:
     try:
-        stages = msgspec.toml.decode(path.read_bytes(), type=_Topology).stage
+        stages = msgspec.toml.decode(path.read_text(encoding="utf-8-sig"), type=_Topology).stage
     except OSError as error:
         raise _bad(path, f"it cannot be read: {error.strerror}", "Give a readable TOML file.") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -96,7 +96,7 @@ def _host(path: Path, host: _Host) -> DeviceHost:
 def _read(path: Path) -> _File:
     try:
         with path.open("rb") as file:
-            read = msgspec.toml.decode(file.read(_MAX_BYTES), type=_File)
+            read = msgspec.toml.decode(file.read(_MAX_BYTES).decode("utf-8-sig"), type=_File)
     except OSError as error:
         raise _bad(path, f"it cannot be read: {error.strerror}", "Give a readable TOML file.") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -95,7 +95,7 @@ def _given_sources(path: Path) -> tuple[str, str]:
         sources = _sources(_parse_config(_read_bounded(path), path))
         expected = "a chat_template"
     else:
-        sources, expected = (data.decode(errors="replace"), ""), "a template"
+        sources, expected = (data.decode("utf-8-sig", errors="replace"), ""), "a template"
     if not sources[0].strip():
         raise ModelConfigError(
             f"{path} does not have {expected}.",

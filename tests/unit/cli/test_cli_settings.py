@@ -496,6 +496,9 @@ def test_several_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_key_file_must_hold_a_key(tmp_path: Path) -> None:
+    marked = tmp_path / "marked"
+    marked.write_text("\ufeffk1\n# another\nk2\n", encoding="utf-8")
+    assert read_keys(marked) == ["k1", "k2"], "Windows marks UTF-8 at the beginning"
     empty = tmp_path / "empty"
     empty.write_text("# nothing\n\n")
     with pytest.raises(UsageError, match="does not hold a key"):

@@ -36,6 +36,10 @@ def read(tmp_path: Path, text: str, parallel: ParallelConfig | None = None) -> P
     return with_topology(parallel or ParallelConfig(), path)
 
 
+def test_a_mark_of_utf8_at_the_beginning_is_no_part_of_a_file(tmp_path: Path) -> None:
+    assert read(tmp_path, f"\ufeff{UNLIKE}").tp_sizes == [2, 1]
+
+
 def test_d13_stages_that_are_unlike(tmp_path: Path) -> None:
     parallel = read(tmp_path, UNLIKE, ParallelConfig(async_depth=1))
     assert (parallel.pipeline_parallel_size, parallel.tp_sizes) == (2, [2, 1])

@@ -54,7 +54,8 @@ def test_i6_hosts_are_joined_by_the_slower_network_or_their_own_link(tmp_path: P
     assert parse_devices("h100:8x2").is_uniform
     path = tmp_path / "hosts.toml"
     path.write_text(
-        '[[host]]\nname = "desk"\ndevices = "rtx4090:2"\n[[host]]\nname = "attic"\ndevices = "cpu:4c:8g"\n'
+        '\ufeff[[host]]\nname = "desk"\ndevices = "rtx4090:2"\n'
+        '[[host]]\nname = "attic"\ndevices = "cpu:4c:8g"\n'
         '[[link]]\nhosts = ["attic", "desk"]\nrate = "1Gbit"\nlatency = "5ms"\n'
     )
     link = devices_of(str(path)).link_between("desk", "attic")

@@ -257,7 +257,7 @@ def test_a_model_without_template_says_so(tmp_path: Path) -> None:
 
 def test_a_file_that_is_named_takes_the_place_of_the_models_template(tmp_path: Path) -> None:
     write(tmp_path, chat_template__jinja="own")
-    (tmp_path / "other.jinja").write_text("other {{ eos_token }}")
+    (tmp_path / "other.jinja").write_text("\ufeffother {{ eos_token }}", encoding="utf-8")
     (tmp_path / "other.json").write_text(json.dumps({"chat_template": "json"}))
     for name, expected in (("other.jinja", "other "), ("other.json", "json")):
         chat = load_chat_template(tmp_path, tokenizer(), str(tmp_path / name))
