@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from io import StringIO
 from typing import Annotated, Any, TextIO
 
 from cyclopts import Parameter
@@ -27,7 +28,7 @@ from penstock.config.engine import EngineConfig
 from penstock.config.server import ServerConfig
 from penstock.engine.supervisor.reports import Notice, Reporter
 from penstock.errors import UsageError
-from penstock.process.output_thread import OutputThread
+from penstock.process.output_thread import DROPPED, OutputThread
 
 Run = Callable[[EngineConfig, ServerConfig, Reporter], int]
 
@@ -60,15 +61,17 @@ def start(model: str | None, given: Mapping[str, Any], invocation: Invocation, r
     engine = configured_engine(given, model)
     server = structs.replace(configured_server(given), settings=shown_to_clients(given))
     is_json = server.log_format == "json"
-    say_dropped = _say_dropped_as_json if is_json else None
-    with closing(OutputThread(invocation.stdout, invocation.stderr, say_dropped)) as output:
+    words = {"dropped_line": _dropped_as_json} if is_json else {}
+    with closing(OutputThread(invocation.stdout, invocation.stderr, **words)) as output:
         beside = invocation.beside(output)
         reporter: Reporter = ServeReporter(beside, engine, server)
         return run(engine, server, JsonReporter(beside.stdout) if is_json else reporter)
 
 
-def _say_dropped_as_json(stream: TextIO, count: int) -> None:
-    JsonReporter(stream).report(Notice(text=f"Lines lost because the output was blocked: {count}."))
+def _dropped_as_json(count: int) -> str:
+    line = StringIO()
+    JsonReporter(line).report(Notice(text=f"{DROPPED.capitalize()}: {count}."))
+    return line.getvalue()
 
 
 def run_supervisor(engine: EngineConfig, server: ServerConfig, reporter: Reporter) -> int:

@@ -20,6 +20,7 @@ from typing import NamedTuple, TextIO, cast
 
 MAX_WAITING = 1000
 CLOSE_S = 1.0  # most time to write at the end what still waits
+DROPPED = "lines lost because the output was blocked"
 
 
 class _Text(NamedTuple):
@@ -32,7 +33,7 @@ class OutputThread:
 
     Args:
         stdout, stderr: the streams to write to.
-        say_dropped: writes to `stdout` how many texts were not written; None: as a line of text.
+        dropped_line: returns the line that says on `stdout` how many texts were not written.
         max_waiting: most texts that wait; further texts are dropped.
 
     Attributes:
@@ -43,11 +44,11 @@ class OutputThread:
         self,
         stdout: TextIO,
         stderr: TextIO,
-        say_dropped: Callable[[TextIO, int], None] | None = None,
+        dropped_line: Callable[[int], str] = lambda count: f"{DROPPED}: {count}\n",
         max_waiting: int = MAX_WAITING,
     ) -> None:
         self._stdout = PlainStream.of(stdout)
-        self._say_dropped = say_dropped or _say_dropped
+        self._dropped_line = dropped_line
         self._max_waiting = max_waiting
         self._changed = threading.Condition()
         self._waiting: deque[_Text] = deque()
@@ -125,16 +126,12 @@ class OutputThread:
         """Write how many texts were dropped, if any were. Return False if that cannot be written now."""
         try:
             if self._num_unsaid:
-                self._say_dropped(self._stdout, self._num_unsaid)
+                self._stdout.write(self._dropped_line(self._num_unsaid))
+                self._stdout.flush()
                 self._num_unsaid = 0
         except OSError:  # tried again before the next text
             return False
         return True
-
-
-def _say_dropped(stream: TextIO, count: int) -> None:
-    stream.write(f"lines lost because the output was blocked: {count}\n")
-    stream.flush()
 
 
 class _QueuedStream(io.TextIOBase):

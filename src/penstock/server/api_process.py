@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
-from typing import TextIO
 
 import uvicorn
 import uvloop
@@ -46,11 +45,11 @@ from penstock.process.child import (
     run_child,
 )
 from penstock.process.config import ApiProcessConfig
-from penstock.process.output_thread import OutputThread
+from penstock.process.output_thread import DROPPED, OutputThread
 from penstock.server.app import App, create_app
 from penstock.server.engine_port import ModelCodec, ServedModel
 from penstock.server.http.http_protocol import with_limits
-from penstock.server.http.request_log import LogForm, RequestLog
+from penstock.server.http.request_log import FORMATS, LogForm, RequestLog
 from penstock.server.http.tls_listener import TlsListener
 from penstock.tokenizer.chat_template import AbsentChatTemplate, ChatTemplate
 from penstock.tokenizer.model_syntax import model_syntax, tool_form_caution
@@ -325,13 +324,13 @@ def main(arguments: list[str]) -> int:
 def _run(config: ApiProcessConfig, status: StatusWriter, options: argparse.Namespace) -> int:
     enter_child("penstock api", config)
     pulse, form = keep_saying_alive(status), config.server.log_format
-    with contextlib.closing(OutputThread(sys.stderr, sys.stderr, partial(_say_dropped, form))) as output:
+    with contextlib.closing(OutputThread(sys.stderr, sys.stderr, partial(_dropped_line, form))) as output:
         uvloop.run(serve(config, status, pulse, RequestLog(form, output.stderr)))
     return 0
 
 
-def _say_dropped(form: LogForm, stream: TextIO, count: int) -> None:
-    RequestLog(form, stream).warning("lines lost because the output was blocked", lines=count)
+def _dropped_line(form: LogForm, count: int) -> str:
+    return FORMATS[form]("WARNING", DROPPED, {"lines": count})
 
 
 if __name__ == "__main__":

@@ -5,17 +5,20 @@ from __future__ import annotations
 import io
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
 
+from penstock.cli.serve import _dropped_as_json
 from penstock.cli.terminal import Invocation
 from penstock.cli.worker import worker
 from penstock.process.output_thread import OutputThread
+from penstock.server.api_process import _dropped_line
 
 LONG_S = 30.0  # a deadline against hanging
 
@@ -104,6 +107,31 @@ def test_r16_output_that_fails_is_no_error_of_who_speaks(rig: Rig, error: OSErro
     rig.say("2")
     assert rig.output.settle(LONG_S)
     assert rig.terminal.getvalue() == "lines lost because the output was blocked: 2\n2\n"
+
+
+@pytest.mark.parametrize(
+    ("dropped_line", "said"),
+    [
+        (_dropped_as_json, '"text":"Lines lost because the output was blocked: 2."'),
+        (partial(_dropped_line, "json"), '"text":"lines lost because the output was blocked","lines":2'),
+        (partial(_dropped_line, "text"), "lines lost because the output was blocked"),
+    ],
+)
+def test_r16_each_form_of_the_log_says_how_much_was_lost(
+    dropped_line: Callable[[int], str], said: str
+) -> None:
+    terminal = Terminal()
+    with closing(OutputThread(terminal, terminal, dropped_line)) as output:
+        terminal.error = OSError(28, "No space left on device")
+        for text in "01":
+            beside(output).say(text)
+            assert output.settle(LONG_S)
+        terminal.error = None
+        beside(output).say("2")
+        assert output.settle(LONG_S)
+    lost, line = terminal.getvalue().splitlines()
+    assert said in lost
+    assert line == "2"
 
 
 def test_r16_what_waits_is_written_at_the_end_for_a_bounded_time() -> None:
