@@ -68,13 +68,13 @@ class Invocation:
     def of_process(cls) -> Invocation:
         """Return the streams and the environment of this process.
 
-        A stream that is closed leads nowhere, and its descriptor is taken again, so that no other file gets
-        it. Characters that the locale of the output lacks are written as escapes.
+        A stream that is closed leads nowhere, here and in child processes, and its descriptor is taken again,
+        so that no other file gets it. Characters that the locale of the output lacks are written as escapes.
         """
-        stdin, stdout = _open(sys.stdin, "r"), _open(sys.stdout, "w")
+        stdin, stdout = _opened("stdin"), _opened("stdout")
         if isinstance(stdout, io.TextIOWrapper):
             stdout.reconfigure(errors="backslashreplace")
-        return cls(stdin=stdin, stdout=stdout, stderr=_open(sys.stderr, "w"), environ=dict(os.environ))
+        return cls(stdin=stdin, stdout=stdout, stderr=_opened("stderr"), environ=dict(os.environ))
 
     @property
     def style(self) -> Style:
@@ -91,9 +91,14 @@ class Invocation:
         self.stderr.flush()
 
 
-def _open(stream: TextIO | None, mode: Literal["r", "w"]) -> TextIO:
+def _opened(name: Literal["stdin", "stdout", "stderr"]) -> TextIO:
     """Return a stream of the process; Python has None where its descriptor is closed."""
-    return open(os.devnull, mode, encoding="utf-8") if stream is None else stream
+    stream: TextIO | None = getattr(sys, name)
+    if stream is None:
+        stream = open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8")  # noqa: SIM115
+        os.set_inheritable(stream.fileno(), True)
+        setattr(sys, name, stream)
+    return stream
 
 
 def printable(text: str) -> str:

@@ -332,11 +332,32 @@ def run_with(redirections: str, **environ: str) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.parametrize(
-    ("redirections", "code"), [("version >&-", 0), ("nosuch 2>&-", 2), ("version <&- >&- 2>&-", 0)]
+    ("redirections", "code"),
+    [
+        ("version >&-", 0),
+        ("nosuch 2>&-", 2),
+        ("version <&- >&- 2>&-", 0),
+        ("serve nosuch/model 2>&-", 3),
+    ],
 )
 def test_a_closed_stream_changes_no_exit_code(redirections: str, code: int) -> None:
     done = run_with(redirections)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
+_HAS_ALL = "import sys; sys.exit(None in (sys.stdin, sys.stdout, sys.stderr))"
+_HAS_ALL_AND_CHILD = f"""
+import subprocess, sys
+from penstock.cli.terminal import Invocation
+Invocation.of_process()
+sys.exit(subprocess.run([sys.executable, "-c", {_HAS_ALL!r}]).returncode or None in (sys.stdout, sys.stderr))
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_is_closed_to_no_part_of_the_program(closed: str) -> None:
+    words = shlex.join([sys.executable, "-c", _HAS_ALL_AND_CHILD])
+    assert subprocess.run(["sh", "-c", f"exec {words} {closed}"], timeout=120).returncode == 0
 
 
 def test_output_that_finds_no_room_is_no_bug() -> None:
