@@ -54,6 +54,17 @@ def partition_layers(
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
+def asked_layers(num_layers: int, num_stages: int, policy: str) -> list[int] | None:
+    """Return how many layers each stage gets; None for `auto`, which leaves that to the planner.
+
+    Raises:
+        PartitionError: the layers cannot be cut so.
+    """
+    if policy == AUTO_POLICY:
+        return None
+    return [end - start for start, end in partition_layers(num_layers, num_stages, policy)]
+
+
 def _check_counts(num_layers: int, num_stages: int) -> None:
     if num_stages < 1:
         raise PartitionError(

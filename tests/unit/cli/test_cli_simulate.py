@@ -97,6 +97,15 @@ def test_the_layers_of_the_stages_are_those_that_the_user_gives(model: str) -> N
     assert simulate(*words, *other)[1] != simulate(*words, *stages)[1]
 
 
+def test_equal_stages_are_simulated_if_they_are_asked_for(tmp_path: Path) -> None:
+    model = write_small_llama(tmp_path, num_hidden_layers=8)
+    words = (model, "--devices", "cpu:16c:8g@200GB/s + cpu:1c:8g@5GB/s@1Gbit", "--pp", "2", *LOAD, "--json")
+    outputs = [simulate(*words, "--partition", split)[1] for split in ("even", "4,4", "auto")]
+    assert all(outputs)
+    assert outputs[0] == outputs[1] != outputs[2]
+    assert simulate(*words)[1] == outputs[2]
+
+
 def test_a_seed_below_zero_is_one_of_its_own(model: str) -> None:
     words = (model, "--devices", "cpu:4c:8g:1x2@1Gbit", "--pp", "2", "--jitter-ms", "3", *LOAD, "--json")
     code, out, err = simulate(*words, "--seed", "-1")

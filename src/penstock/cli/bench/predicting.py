@@ -17,7 +17,7 @@ import msgspec
 from penstock.cli.plans.plan_devices import load_of
 from penstock.cli.plans.spoken_events import Speaker
 from penstock.config.declared import ENGINE, configured_engine, declared
-from penstock.config.engine import EngineConfig
+from penstock.config.engine import EngineConfig, ParallelConfig
 from penstock.engine.supervisor.auto_partition import choose_partition
 from penstock.errors import NotEnoughMemoryError, UsageError
 from penstock.hosts.launchers.backends import open_hosts
@@ -30,7 +30,7 @@ from penstock.layouts.machines import cpu_device
 from penstock.layouts.measured import layout_here, measured_estimate
 from penstock.layouts.model_sizes import ModelSizes, read_sizes
 from penstock.layouts.prediction import Load, Prediction
-from penstock.pipeline.partition import AUTO_POLICY, partition_layers
+from penstock.pipeline.partition import AUTO_POLICY, asked_layers
 from penstock.planner.mix import Mix
 from penstock.reports.figures import PredictedFigures
 from penstock.simulator.planned_pipe import fixed_layout
@@ -129,7 +129,7 @@ def _by_figures(
         dp=parallel.data_parallel_size,
         expert_parallel=parallel.enable_expert_parallel,
     )
-    split = _layers(config, sizes) if layers is None else layers
+    split = _layers(parallel, sizes) if layers is None else layers
     found = {}
     for concurrency in concurrencies:
         known = estimate(layout, sizes, devices, _load(config, sizes, concurrency), split)
@@ -149,7 +149,7 @@ def _by_measuring(
     if parallel.data_parallel_size > 1:
         raise UsageError("several replicas cannot be measured here.", remedy="Name the devices in --predict.")
     sizes, speaker = read_sizes(config.model), Speaker(say)
-    split = _layers(config, sizes) if layers is None else layers
+    split = _layers(parallel, sizes) if layers is None else layers
     with _this_host(config, speaker) as hosts:
         (resources,) = hosts.resources()
         mix = Mix.parse(parallel.partition_mix)
@@ -171,13 +171,8 @@ def _this_host(config: EngineConfig, speaker: Speaker) -> Iterator[Hosts]:
         yield gathered.hosts
 
 
-def _layers(config: EngineConfig, sizes: ModelSizes) -> list[int] | None:
-    """Return the number of layers of each stage; None if the planner chooses them."""
-    parallel = config.parallel
-    if parallel.partition == AUTO_POLICY:
-        return None
-    stages = parallel.pipeline_parallel_size
-    return [end - start for start, end in partition_layers(sizes.spec.num_layers, stages, parallel.partition)]
+def _layers(parallel: ParallelConfig, sizes: ModelSizes) -> list[int] | None:
+    return asked_layers(sizes.spec.num_layers, parallel.pipeline_parallel_size, parallel.partition)
 
 
 def _load(config: EngineConfig, sizes: ModelSizes, concurrency: int) -> Load:

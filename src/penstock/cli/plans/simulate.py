@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +27,6 @@ from penstock.workloads.requests import BenchRequest, at_rate, check_fits, synth
 from penstock.workloads.traces import TraceKind
 
 if TYPE_CHECKING:
-    from penstock.layouts.model_sizes import ModelSizes
     from penstock.simulator.pipe import StageLoss
     from penstock.simulator.replica import EngineSettings
     from penstock.simulator.simulation import FinishedRun
@@ -166,7 +166,8 @@ def simulate(
     from penstock.simulator.report import lines
 
     config = configured_engine(given, model)
-    run = _run(config, devices, load, trouble, keeps_times=timeline is not None)
+    split = _split(config.parallel.partition, given)
+    run = _run(config, devices, load, trouble, split=split, keeps_times=timeline is not None)
     if timeline is not None:
         _write_timeline(timeline, run)
     numbers = report_of(run)
@@ -183,12 +184,14 @@ def _run(
     load: SimulatedLoad,
     trouble: SimulatedTrouble,
     *,
+    split: str,
     keeps_times: bool,
 ) -> FinishedRun:
     from penstock.cli.plans.plan_devices import load_of
     from penstock.layouts.device_file import devices_of
     from penstock.layouts.device_text import HERE, JOINED
     from penstock.layouts.model_sizes import read_sizes
+    from penstock.pipeline.partition import asked_layers
     from penstock.simulator.planned_pipe import fixed_layout, planned_pipe
     from penstock.simulator.simulation import Simulation
 
@@ -214,7 +217,7 @@ def _run(
         dp=parallel.data_parallel_size,
         expert_parallel=parallel.enable_expert_parallel,
     )
-    layers = _layers(config, sizes)
+    layers = asked_layers(sizes.spec.num_layers, parallel.pipeline_parallel_size, split)
     pipeline = planned_pipe(layout, sizes, device_set, asked, jitter_s=trouble.jitter_s, layers=layers)
     check_fits(requests, pipeline.max_model_len)
     num_plans = _KEPT_SPANS // _SPANS_PER_STEP // (pipeline.num_stages * layout.dp)
@@ -229,19 +232,12 @@ def _run(
     return simulation.run(requests)
 
 
-def _layers(config: EngineConfig, sizes: ModelSizes) -> list[int] | None:
-    """Return the layers of each stage that the user asks for; None: the planner chooses them.
+def _split(partition: str, given: Collection[str]) -> str:
+    """Return the split of the layers that the user asks for; else the planner chooses it."""
+    from penstock.pipeline.partition import AUTO_POLICY
 
-    Raises:
-        PartitionError: the model cannot be split so.
-    """
-    from penstock.pipeline.partition import AUTO_POLICY, partition_layers
-
-    parallel = config.parallel
-    if parallel.partition in (ParallelConfig().partition, AUTO_POLICY):
-        return None
-    stages = parallel.pipeline_parallel_size
-    return [end - start for start, end in partition_layers(sizes.spec.num_layers, stages, parallel.partition)]
+    is_asked = "partition" in given or partition != ParallelConfig().partition  # or by a topology file
+    return partition if is_asked else AUTO_POLICY
 
 
 def _engine_settings(config: EngineConfig, scheduler: Any, trouble: SimulatedTrouble) -> EngineSettings:
