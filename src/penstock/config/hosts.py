@@ -5,16 +5,15 @@ Workers have flags of their own (`cli.worker`).
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import socket
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
+from penstock import __version__
 from penstock.config.checks import above_zero, at_least
 from penstock.config.ray import ray_options
 from penstock.config.setting import Setting
@@ -121,10 +120,12 @@ def own_host_name(given: str) -> str:
     return given or re.sub(r"[^A-Za-z0-9._-]+", "-", socket.gethostname()).strip("-._")[:64] or "host"
 
 
-@functools.cache  # the package may be replaced while this process goes on with the code that it has
 def own_version() -> str:
-    """Return the version of Penstock that this process runs; all hosts must have the same."""
-    return metadata.version("penstock")
+    """Return the version of Penstock that this process runs; all hosts must have the same.
+
+    The package that is installed may be another one by now.
+    """
+    return __version__
 
 
 def state_directory(given: str | os.PathLike[str] | None) -> Path:
