@@ -59,7 +59,7 @@ class Target:
                 remedy="Use http://HOST:PORT or https://HOST:PORT.",
             )
         prefix = parts.path.rstrip("/").removesuffix("/v1")
-        _require_sendable(prefix, api_key)
+        _require_sendable(parts.hostname, prefix, api_key)
         context = client_context(ca_file) if parts.scheme == "https" else None
         return cls(host=parts.hostname, port=port, prefix=prefix, api_key=api_key, context=context)
 
@@ -85,9 +85,14 @@ class Target:
         return f"POST {self.prefix}{path} HTTP/1.1\r\n{head}\r\n".encode("latin-1") + body
 
 
-def _require_sendable(path: str, api_key: str) -> None:
+def _require_sendable(host: str, path: str, api_key: str) -> None:
     """Refuse what the head of a request cannot hold, before anything is sent."""
-    if not (path.isascii() and path.isprintable() and " " not in path):
+    if not (_is_plain(host) and all(0 < len(label) < 64 for label in host.removesuffix(".").split("."))):
+        raise UsageError(
+            f"the host {host!r} of the URL is not a name that can be looked up.",
+            remedy="Write an address, or the name in ASCII as DNS has it (xn--...).",
+        )
+    if not _is_plain(path):
         raise UsageError(
             f"the path {path!r} of the URL has characters that a URL cannot have.",
             remedy="Write them as %20 and the like.",
@@ -98,6 +103,10 @@ def _require_sendable(path: str, api_key: str) -> None:
             remedy="Give the key as the server has it, with --api-key or in PENSTOCK_API_KEY.",
             param="api_key",
         )
+
+
+def _is_plain(text: str) -> bool:
+    return text.isascii() and text.isprintable() and " " not in text
 
 
 class ResponseParser:
