@@ -6,7 +6,7 @@ Called by `cli.program`. `cli.chat_terminal` has the conversation, and `cli.http
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -138,28 +138,33 @@ def complete(
 
 
 def _piped_text(invocation: Invocation) -> str:
-    try:
-        text = invocation.stdin.read()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"the prompt is not UTF-8 text: {error}.", remedy="Convert it first.") from error
+    text = _decoded(invocation.stdin.read)
     if not text:
         raise UsageError("the prompt is empty.", remedy='Use penstock complete "PROMPT", or pipe text in.')
     return text
 
 
-def line_reader(invocation: Invocation) -> Any:
+def _decoded(read: Callable[[], str]) -> str:
+    """Return what is read. Raises `UsageError` for bytes that are no text."""
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the prompt is not UTF-8 text: {error}.", remedy="Convert it first.") from error
+
+
+def line_reader(invocation: Invocation) -> Callable[[str], str]:
     """Return a function that shows a prompt and reads a line, with editing and history on a terminal."""
     if invocation.stdin.isatty() and invocation.stdin is sys.stdin:
         import readline  # noqa: F401  (importing it gives `input` line editing)
 
-        return input
+        return lambda prompt: _decoded(lambda: input(prompt))
     return lambda prompt: _plain_line(invocation, prompt)
 
 
 def _plain_line(invocation: Invocation, prompt: str) -> str:
     invocation.stdout.write(prompt if invocation.stdin.isatty() else "")
     invocation.stdout.flush()
-    line = invocation.stdin.readline()
+    line = _decoded(invocation.stdin.readline)
     if not line:
         raise EOFError
     return line.rstrip("\n")

@@ -363,10 +363,11 @@ def test_what_cannot_be_sent_or_waited_is_not_blamed_on_the_server(given: tuple[
     assert said in made.stderr.getvalue()
 
 
-def test_a_piped_prompt_that_is_no_utf_8_is_refused() -> None:
+@pytest.mark.parametrize("command", ["complete", "chat"])
+def test_a_piped_prompt_that_is_no_utf_8_is_refused(command: str) -> None:
     made = invocation()
     made.stdin = TextIOWrapper(BytesIO(b"\xe9t\xe9"), encoding="utf-8")
     with completions_server(Script(completion)) as url:
-        assert run(["complete", "--url", url], made) == 2
+        assert run([command, "--url", url], made) == 2
     assert isinstance(made.stderr, StringIO)
     assert "the prompt is not UTF-8 text" in made.stderr.getvalue()
