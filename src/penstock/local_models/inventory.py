@@ -47,27 +47,35 @@ class Entry:
 
 
 def entries() -> Iterator[Entry | ModelConfigError]:
-    """Yield the models of this machine, and an error for each model of Ollama that is damaged."""
+    """Yield the models of this machine, and an error for each that cannot be read or is damaged."""
     for repository in cached_repositories():
-        yield from _of_repository(repository)
+        yield from _readable(f"{repository.name} in the hub's cache", _of_repository(repository))
     for model in ollama_models():
-        yield model if isinstance(model, ModelConfigError) else _of_ollama(model)
-    yield from map(_of_lm_studio, lm_studio_models())
+        if isinstance(model, ModelConfigError):
+            yield model
+        else:
+            yield from _readable(f"{model.name} of Ollama's store", _of_ollama(model))
+    for found in lm_studio_models():
+        yield from _readable(f"{found.path} of LM Studio", _of_lm_studio(found))
 
 
-def _of_repository(repository: CachedRepository) -> Iterator[Entry | ModelConfigError]:
+def _readable(name: str, found: Iterator[Entry]) -> Iterator[Entry | ModelConfigError]:
     try:
-        for snapshot in repository.snapshots():
-            revisions = repository.revisions_of(snapshot.name)
-            yield from _of_snapshot(repository.name, revisions, snapshot)
-        if partial := repository.incomplete_files():
-            yield _entry(repository.name, "", "", "incomplete", repository.directory, partial)
+        yield from found
     except OSError as error:  # another user's, or another program removes it now
         yield ModelConfigError(
-            f"{repository.name} in the hub's cache cannot be read: {error.filename}: {error.strerror}.",
+            f"{name} cannot be read: {error.filename}: {error.strerror}.",
             remedy="Run `penstock ls` again; if it stays, make the folder readable for this user.",
             param="model",
         )
+
+
+def _of_repository(repository: CachedRepository) -> Iterator[Entry]:
+    for snapshot in repository.snapshots():
+        revisions = repository.revisions_of(snapshot.name)
+        yield from _of_snapshot(repository.name, revisions, snapshot)
+    if partial := repository.incomplete_files():
+        yield _entry(repository.name, "", "", "incomplete", repository.directory, partial)
 
 
 def _of_snapshot(name: str, revisions: list[str], snapshot: Path) -> Iterator[Entry]:
@@ -108,12 +116,12 @@ def _entry(
     )
 
 
-def _of_ollama(model: OllamaModel) -> Entry:
-    return _entry(model.name, "", "", "GGUF", model.path, [model.path], "Ollama")
+def _of_ollama(model: OllamaModel) -> Iterator[Entry]:
+    yield _entry(model.name, "", "", "GGUF", model.path, [model.path], "Ollama")
 
 
-def _of_lm_studio(model: LmStudioModel) -> Entry:
+def _of_lm_studio(model: LmStudioModel) -> Iterator[Entry]:
     parts = [model.directory / part for part in model.gguf.parts]
     kind: Kind = "incomplete" if model.gguf.num_missing else "GGUF"
     name = f"{model.publisher}/{model.repository}:{model.gguf.first}"
-    return _entry(name, "", "", kind, model.path, parts, "LM Studio")
+    yield _entry(name, "", "", kind, model.path, parts, "LM Studio")

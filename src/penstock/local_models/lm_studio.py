@@ -66,15 +66,21 @@ def lm_studio_models() -> Iterator[LmStudioModel]:
     """Yield every GGUF model of LM Studio's folders."""
     for folder in lm_studio_directories():
         for directory in sorted(folder.glob("*/*")):
-            if not directory.is_dir():
-                continue
-            for gguf in gguf_models(path.name for path in directory.iterdir() if path.is_file()):
+            for gguf in gguf_models(_files_in(directory)):
                 yield LmStudioModel(
                     publisher=directory.parent.name,
                     repository=directory.name,
                     directory=directory,
                     gguf=gguf,
                 )
+
+
+def _files_in(directory: Path) -> list[str]:
+    """Return the names of a folder's files; there are none if it cannot be listed, or is a file."""
+    try:
+        return [path.name for path in directory.iterdir() if path.is_file()]
+    except OSError:
+        return []
 
 
 def _home() -> Path:

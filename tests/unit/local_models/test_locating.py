@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from model_stores import in_hub_cache, in_lm_studio, in_ollama
 from penstock.errors import ModelConfigError, UsageError
 from penstock.families.registry import resolve_model_directory
+from penstock.local_models import inventory
 from penstock.local_models.inventory import Entry, entries
 from penstock.local_models.locating import locate_model
 from penstock.local_models.model_name import ModelName
@@ -255,6 +260,20 @@ def test_the_folder_of_lm_studio_can_be_elsewhere(home: Path, how: str) -> None:
     assert locate_model("repo").path == folder / "pub/repo/r.gguf"
 
 
+def test_a_folder_that_cannot_be_listed_hides_no_other(studio: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_lm_studio(studio, "pub/closed/c.gguf", "pub/repo/r.gguf")
+    names_in = Path.iterdir
+
+    def iterdir(folder: Path) -> Iterator[Path]:
+        if folder.name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return names_in(folder)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    assert locate_model("repo").path == studio / "pub/repo/r.gguf"
+    assert list(listed()) == ["pub/repo:r.gguf"]
+
+
 # --- the inventory ----------------------------------------------------------------------------------
 
 
@@ -292,6 +311,29 @@ def test_every_model_of_the_machine_is_listed_once(cache: Path, ollama: Path, st
     assert found["org/plain"].commit == new
     for name in ("org/plain", "org/many:Q4_0", "qwen3:8b", "pub/repo:r.gguf"):
         assert locate_model(name).path == found[name].path
+
+
+def test_a_file_that_goes_while_it_is_listed_hides_no_other(
+    ollama: Path, studio: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_ollama(ollama, f"{LIBRARY}/gone/latest", {"model": b"GGUF"})
+    in_ollama(ollama, f"{LIBRARY}/here/latest", {"model": b"GGUF of another"})
+    in_lm_studio(studio, "pub/repo/gone.gguf", "pub/repo/here.gguf")
+    models_of = {"ollama_models": inventory.ollama_models, "lm_studio_models": inventory.lm_studio_models}
+
+    def going(name: str) -> Iterator[Any]:
+        for index, model in enumerate(models_of[name]()):
+            if index == 0:
+                model.path.unlink()
+            yield model
+
+    for name in models_of:
+        monkeypatch.setattr(inventory, name, partial(going, name))
+    found = list(entries())
+    assert [each.name for each in found if isinstance(each, Entry)] == ["here:latest", "pub/repo:here.gguf"]
+    of_ollama, of_studio = (each.message for each in found if isinstance(each, ModelConfigError))
+    assert of_ollama.startswith("gone:latest of Ollama's store cannot be read: ")
+    assert of_studio.startswith(f"{studio / 'pub/repo/gone.gguf'} of LM Studio cannot be read: ")
 
 
 def test_an_empty_machine_has_no_models(home: Path) -> None:
