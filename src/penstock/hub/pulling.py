@@ -7,6 +7,7 @@ pull therefore leaves nothing that looks like a model. Called by the command lin
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import time
@@ -86,7 +87,7 @@ class Puller:
         Raises:
             UsageError: the revision cannot be the name of a branch, tag or commit.
             HubError: the hub does not give the model, or sends other bytes than it has announced.
-            DiskSpaceError: the files do not fit on the disk, or the cache cannot be written.
+            DiskSpaceError: the files do not fit on the disk, or the cache cannot be read or written.
         """
         require_revision(revision)
         repository = self.client.repository(name.path, revision)
@@ -141,15 +142,18 @@ class Puller:
 
 @contextlib.contextmanager
 def _writing(cache: CachedRepository) -> Iterator[None]:
-    """Say in words of ours that the system does not let us write into the cache."""
+    """Say in words of ours that the system does not let us read the cache or write into it."""
     try:
         yield
     except BrokenPipeError:  # of the output
         raise
     except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        first = "Free space" if is_full else "Make the folder writable for this user"
         raise DiskSpaceError(
-            f"{error.filename or cache.directory} cannot be written: {error.strerror or error}.",
-            remedy="Make the folder writable for this user, or set HF_HUB_CACHE to another folder.",
+            f"{error.filename or cache.directory} cannot be read or written: {error.strerror or error}.",
+            remedy=f"{first}, or set HF_HUB_CACHE to another folder. The same command continues where it "
+            "stopped.",
             code="disk_failed",
         ) from error
 

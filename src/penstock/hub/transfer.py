@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from penstock.errors import DiskSpaceError, HubContentError, HubError, HubUnreachableError
+from penstock.errors import HubContentError, HubError, HubUnreachableError
 from penstock.hub.client import HubClient, TransferCutError
 from penstock.hub.repository import HubFile
 from penstock.local_models.hub_cache import INCOMPLETE, CachedRepository
@@ -83,7 +83,7 @@ def transfer(source: Source, file: HubFile, progress: Progress) -> None:
         HubUnreachableError: no byte came in `MAX_FRUITLESS` attempts in a row; bytes that came before stay
             for the next transfer.
         HubError: the hub does not give the file, or another program is downloading it.
-        DiskSpaceError: the file cannot be written: the disk is full, or another error of the disk.
+        OSError: the file cannot be read or written.
     """
     with _locked(source.cache, file):
         if is_here(source.cache, file):
@@ -96,10 +96,6 @@ def transfer(source: Source, file: HubFile, progress: Progress) -> None:
         except HubContentError:
             partial.unlink()
             raise
-        except BrokenPipeError:  # of the output
-            raise
-        except OSError as error:
-            raise _not_written(partial, error) from error
         os.replace(partial, source.cache.blobs / file.blob)
         progress.end()
 
@@ -208,13 +204,4 @@ def _no_bytes(name: str, file: HubFile, cut: TransferCutError) -> HubUnreachable
     return HubUnreachableError(
         f"{file.path} of {name} could not be downloaded in {MAX_FRUITLESS} attempts: {cut}.",
         remedy="Check the network. The same command continues where it stopped.",
-    )
-
-
-def _not_written(partial: Path, error: OSError) -> DiskSpaceError:
-    return DiskSpaceError(
-        f"{partial} cannot be written: {error.strerror or error}.",
-        remedy="Free space, or set HF_HUB_CACHE to another folder. The same command continues where it "
-        "stopped.",
-        code="disk_failed",
     )

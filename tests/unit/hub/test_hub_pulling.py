@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -501,6 +503,24 @@ def test_a_cache_that_cannot_be_written_is_named(
     in_the_way = tmp_path / "file"
     in_the_way.touch()
     monkeypatch.setenv("HF_HUB_CACHE", str(in_the_way))
-    with pytest.raises(DiskSpaceError, match=f"{in_the_way}.* cannot be written: ") as refused:
+    with pytest.raises(DiskSpaceError, match=f"{in_the_way}.* cannot be read or written: ") as refused:
         pull(hub)
     assert "HF_HUB_CACHE" in refused.value.remedy
+
+
+@pytest.mark.parametrize("step", ["replace", "symlink"])
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.ENOSPC, "Free space, or set HF_HUB_CACHE"), (errno.EACCES, "Make the folder")],
+)
+def test_a_full_disk_has_another_remedy_than_a_folder_that_is_not_the_user_s(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, step: str, number: int, remedy: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    hub.add(NAME, PLAIN)
+    monkeypatch.setattr(os, step, refuse)
+    with pytest.raises(DiskSpaceError, match="cannot be read or written: ") as refused:
+        pull(hub)
+    assert refused.value.remedy.startswith(remedy)

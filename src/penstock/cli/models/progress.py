@@ -25,17 +25,14 @@ class LinesProgress:
     def begin(self, file: HubFile, num_bytes: int) -> None:
         self._file = file
         if num_bytes:
-            self._write(f"{_name(file)} continues at {size_text(num_bytes)} of {size_text(file.size)}")
+            came = f"{size_text(num_bytes)} of {size_text(file.size)}"
+            _write(self._stream, f"{_name(file)} continues at {came}\n")
 
     def advance(self, num_bytes: int) -> None:
         pass
 
     def end(self) -> None:
-        self._write(f"{_name(self._file)} is complete, {size_text(self._file.size)}")
-
-    def _write(self, text: str) -> None:
-        self._stream.write(f"{text}\n")
-        self._stream.flush()
+        _write(self._stream, f"{_name(self._file)} is complete, {size_text(self._file.size)}\n")
 
 
 class BarProgress:
@@ -65,21 +62,30 @@ class BarProgress:
 
     def end(self) -> None:
         self._show()
-        self._stream.write("\n")
-        self._stream.flush()
+        _write(self._stream, "\n")
 
     def _show(self) -> None:
         self._shown_at = self._now()
         seconds = self._shown_at - self._begun_at
         rate = f", {size_text(int(self._came / seconds))}/s" if seconds > 0 else ""
         text = f"{_name(self._file)}  {size_text(self._here)} of {size_text(self._file.size)}{rate}"
-        self._stream.write(f"\r{text:<{_WIDTH}}"[: _WIDTH + 1])
-        self._stream.flush()
+        _write(self._stream, f"\r{text:<{_WIDTH}}"[: _WIDTH + 1])
 
 
 def progress_on(stream: TextIO, now: Callable[[], float]) -> Progress:
     """Return the display for a stream: a line that is rewritten on a terminal, else lines."""
     return BarProgress(stream, now) if stream.isatty() else LinesProgress(stream)
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Write a piece of the display. What a full disk does not take is left out: the download goes on."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        raise
+    except OSError:
+        pass
 
 
 def _name(file: HubFile) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -140,6 +142,32 @@ def test_an_interrupted_pull_says_how_to_go_on(hub: FakeHub, monkeypatch: pytest
     code, _, err = penstock("pull", NAME, "--endpoint", hub.url)
     assert code == 130
     assert "the same command continues where it stopped" in err
+
+
+class _Refusing(io.StringIO):
+    """A stream that takes nothing."""
+
+    def __init__(self, number: int, is_terminal: bool) -> None:
+        super().__init__()
+        self._number = number
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    def write(self, text: str) -> int:
+        raise OSError(self._number, os.strerror(self._number))
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+@pytest.mark.parametrize(("number", "expected"), [(errno.ENOSPC, 0), (errno.EPIPE, 1)])
+def test_a_display_on_a_full_disk_does_not_end_a_download(
+    hub: FakeHub, number: int, expected: int, is_terminal: bool
+) -> None:
+    out, err = StringIO(), _Refusing(number, is_terminal)
+    invocation = Invocation(stdout=out, stderr=err, stdin=StringIO(), environ={})
+    assert run(("pull", NAME, "--endpoint", hub.url), invocation) == expected
+    assert ("3 files" in out.getvalue()) is (expected == 0)
 
 
 class _Terminal(io.StringIO):
