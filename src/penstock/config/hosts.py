@@ -15,6 +15,7 @@ import msgspec
 
 from penstock import __version__
 from penstock.config.checks import above_zero, at_least
+from penstock.config.home import home_path
 from penstock.config.ray import ray_options
 from penstock.config.setting import Setting
 from penstock.errors import UsageError
@@ -133,11 +134,13 @@ def state_directory(given: str | os.PathLike[str] | None) -> Path:
 
     Args:
         given: the user's `--state-dir`; None takes the default.
+
+    Raises:
+        UsageError: it is in a home directory, and this user has none.
     """
-    if given is not None:
-        return Path(given).expanduser().resolve()
-    base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return Path(base) / "penstock"
+    if given is None:
+        given = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "penstock"
+    return home_path(given, "Set HOME, or give --state-dir a whole path.").resolve()
 
 
 def head_directory(given: str | os.PathLike[str] | None) -> Path:

@@ -7,11 +7,13 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from penstock.config.home import home_path
 from penstock.errors import CheckpointError, ModelError, PenstockError
 from penstock.families.registry import DEMO_MODEL, resolve_model_directory
 from penstock.gguf.part_names import SUFFIX, part_paths
 from penstock.kvstore.names import model_identity
 
+_REMEDY = "Set HOME, or give --models-dir a whole path."
 _CONFIG = "config.json"
 _MAX_DEPTH = 6  # levels of folders: the caches of hubs keep models as deep as that
 
@@ -24,7 +26,7 @@ class ModelShelf:
     """
 
     def __init__(self, directories: Sequence[Path]) -> None:
-        self._directories = [directory.expanduser().resolve() for directory in directories]
+        self._directories = [home_path(each, _REMEDY).resolve() for each in directories]
         self._found: dict[bytes, Path] = {}
 
     @property

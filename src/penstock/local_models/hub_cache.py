@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.errors import UsageError
+from penstock.config.home import home_path
 from penstock.local_models.model_name import ModelName
 
 MAIN = "main"
@@ -25,14 +25,7 @@ def hub_cache_directory() -> Path:
     explicit = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or f"{user_cache}/huggingface"
-    try:
-        return Path(explicit or f"{home}/hub").expanduser()
-    except RuntimeError as error:  # as in a container, of a user that the system does not know
-        raise UsageError(
-            "the folder of models is not known: HOME is not set, and this user has no home directory.",
-            remedy="Set HOME, or HF_HUB_CACHE to a folder.",
-            code="no_home",
-        ) from error
+    return home_path(explicit or f"{home}/hub", "Set HOME, or HF_HUB_CACHE to a folder.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,5 +110,5 @@ def test_state_is_kept_where_the_user_says(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert state_directory(None) == tmp_path / "penstock"
     monkeypatch.delenv("XDG_STATE_HOME")
-    assert state_directory(None) == Path("~/.local/state/penstock").expanduser()
+    assert state_directory(None) == Path("~/.local/state/penstock").expanduser().resolve()
     assert state_directory(str(tmp_path / "x")) == tmp_path / "x"
