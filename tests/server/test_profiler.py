@@ -75,7 +75,7 @@ class Rig:
             limits.get("max_profiles", 16),
             now=lambda: time.gmtime(1_000_000_000),
         )
-        bounds = Limits(**{"max_profile_s": 1e9, **limits})
+        bounds = Limits(**{"max_profile_s": 1e6, **limits})
         self.profiler = Profiler(
             self.engine, folder, bounds, num_stages=2, clock=self.clock, sleep=self.sleep
         )
@@ -167,7 +167,7 @@ def test_g4_a_profile_that_nobody_stops_ends_by_itself_and_waits(tmp_path: Path)
 
 def test_g4_a_profile_is_bounded_in_bytes(tmp_path: Path) -> None:
     async def body() -> None:
-        rig = Rig(tmp_path, max_profile_s=1e9, max_profile_bytes=1 << 20)
+        rig = Rig(tmp_path, max_profile_s=1e6, max_profile_bytes=1 << 20)
         await rig.profiler.start(5.0)
         await rig.until_ended()
         stopped = await rig.profiler.stop(1.0)

@@ -26,7 +26,7 @@ from penstock.cli.client_tls import CA_FILE_HELP
 from penstock.cli.flags import SERVED_ENV, flag
 from penstock.cli.http_client import first_key, served_model, stream_json
 from penstock.cli.terminal import Invocation
-from penstock.config.checks import timeout
+from penstock.config.checks import above_zero
 from penstock.errors import UsageError
 
 
@@ -57,7 +57,7 @@ class TalkSettings:
 
     def target(self) -> Target:
         """Return the server. Raises `UsageError` for settings that cannot be used."""
-        timeout("--timeout", self.timeout)
+        above_zero("--timeout", self.timeout)
         return Target.parse(self.url, first_key(self.api_key), self.ca_file)
 
     def body(self, model: str) -> dict[str, Any]:

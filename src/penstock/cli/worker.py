@@ -19,7 +19,7 @@ from cyclopts import Parameter
 from penstock.cli.flags import flag
 from penstock.cli.launched import Launched
 from penstock.cli.terminal import Invocation, one_line
-from penstock.config.checks import above_zero
+from penstock.config.checks import MAX_AGE_S, above_zero
 from penstock.config.hosts import state_directory
 from penstock.errors import UsageError
 from penstock.hosts.launchers.places import LAUNCHERS, Launcher
@@ -88,7 +88,7 @@ def worker(
         return launched.serve(serve, join_token_file, run, invocation)
     launched.require_no_words(serve)
     if away_limit is not None:
-        above_zero("--away-limit", away_limit)
+        above_zero("--away-limit", away_limit, MAX_AGE_S)
     settings = WorkerSettings(
         head=launched.head or ("", 0),
         name=name or launched.name(),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 from penstock.errors import UsageError
 
 MAX_TIMEOUT_S = 1e6  # eleven days; a system's poll takes 24
+MAX_AGE_S = 1e9  # 31 years
 MAX_WHOLE = (1 << 63) - 1
 
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
@@ -30,16 +30,15 @@ def between(name: str, value: int, low: int, high: int) -> None:
         )
 
 
-def above_zero(name: str, seconds: float) -> None:
-    if not 0 < seconds < math.inf:
-        raise UsageError(f"{name} is {seconds}; it must be above 0 seconds.", param=name, code="out_of_range")
+def above_zero(name: str, seconds: float, most: float = MAX_TIMEOUT_S) -> None:
+    """Refuse seconds that nobody can wait.
 
-
-def timeout(name: str, seconds: float) -> None:
-    """Refuse seconds that a wait for a socket cannot take."""
-    if not 0 < seconds <= MAX_TIMEOUT_S:
+    Args:
+        most: `MAX_AGE_S` for a time at whose end something is only looked at again.
+    """
+    if not 0 < seconds <= most:
         raise UsageError(
-            f"{name} is {seconds}; it must be above 0 and at most {MAX_TIMEOUT_S:.0f} seconds.",
+            f"{name} is {seconds}; it must be above 0 and at most {most:.0f} seconds.",
             param=name,
             code="out_of_range",
         )

@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 
 from penstock import __version__
-from penstock.config.checks import above_zero, at_least
+from penstock.config.checks import MAX_AGE_S, above_zero, at_least
 from penstock.config.home import home_path
 from penstock.config.ray import ray_options
 from penstock.config.setting import Setting
@@ -66,7 +66,7 @@ class HostsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         at_least("hosts", self.hosts, 1)
-        above_zero("join_token_ttl_s", self.join_token_ttl_s)
+        above_zero("join_token_ttl_s", self.join_token_ttl_s, MAX_AGE_S)
         above_zero("rejoin_timeout_s", self.rejoin_timeout_s)
         ray_options(self.ray)
         if self.listen_workers is not None:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from penstock.config.checks import above_zero, at_least, between
+from penstock.config.checks import MAX_AGE_S, above_zero, at_least, between
 from penstock.config.setting import Setting
 from penstock.errors import UsageError
 
@@ -147,8 +147,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         between("max_bad_word_bytes", self.max_bad_word_bytes, 1, MAX_BAD_WORD_BYTES)
 
     def _check_session_times(self) -> None:
-        above_zero("session_idle_s", self.session_idle_s)
-        above_zero("max_session_idle_s", self.max_session_idle_s)
+        above_zero("session_idle_s", self.session_idle_s, MAX_AGE_S)
+        above_zero("max_session_idle_s", self.max_session_idle_s, MAX_AGE_S)
         if self.session_idle_s > self.max_session_idle_s:
             raise UsageError(
                 f"session_idle_s is {self.session_idle_s:g}; max_session_idle_s allows "

@@ -11,6 +11,8 @@ import select
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
+_MAX_MS = float((1 << 31) - 1)  # 24 days, the longest that a system's poll waits
+
 
 class Waitable(Protocol):
     """An object with a file descriptor that can be waited for, such as a socket."""
@@ -41,7 +43,7 @@ def _await(sources: Sequence[Source], events: int, timeout_s: float | None) -> l
     poll = select.poll()
     for source in sources:
         poll.register(source, events)
-    limit_ms = None if timeout_s is None else 1000 * max(0.0, timeout_s)
+    limit_ms = None if timeout_s is None else min(1000 * max(0.0, timeout_s), _MAX_MS)
     ready = {number for number, _ in poll.poll(limit_ms)}
     return [source for source in sources if _number(source) in ready]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -17,6 +18,8 @@ from penstock.config.engine import (
     ParallelConfig,
     SchedulerConfig,
 )
+from penstock.config.hosts import HostsConfig
+from penstock.config.limits import ConnectionLimits, GrammarLimits
 from penstock.config.server import ServerConfig
 from penstock.errors import UsageError
 from penstock.process.config import CoreConfig, RankConfig
@@ -43,6 +46,28 @@ def test_a_number_that_is_too_low_is_named(cls: type[Any], field: str, value: in
     with pytest.raises(UsageError, match=f"{field} is {value}; it must be at least {value + 1}") as caught:
         cls(**{field: value})
     assert (caught.value.param, caught.value.code) == (field, "out_of_range")
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, 1e7, math.inf, math.nan])
+@pytest.mark.parametrize(
+    ("cls", "field"),
+    [
+        (ParallelConfig, "load_timeout_s"),
+        (ParallelConfig, "step_timeout_s"),
+        (HostsConfig, "rejoin_timeout_s"),
+        (GrammarLimits, "compile_timeout_s"),
+        (ConnectionLimits, "write_timeout_s"),
+    ],
+)
+def test_a_time_that_no_system_can_wait_is_refused(cls: type[Any], field: str, value: float) -> None:
+    with pytest.raises(UsageError, match=f"{field} is {value}; it must be above 0 and at most 1000000 s"):
+        cls(**{field: value})
+
+
+def test_what_lasts_longer_than_a_wait_is_no_error() -> None:
+    assert HostsConfig(join_token_ttl_s=1e8).join_token_ttl_s == 1e8
+    with pytest.raises(UsageError, match="join_token_ttl_s is inf; it must be above 0"):
+        HostsConfig(join_token_ttl_s=math.inf)
 
 
 @pytest.mark.parametrize("given", ["", "AVX512", "avx", "torch"])

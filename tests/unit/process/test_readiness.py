@@ -79,6 +79,15 @@ def test_one_that_takes_no_more_is_not_writable(pair: tuple[socket.socket, socke
     assert await_writable([one, other], 0.0) == [other]
 
 
+def test_a_time_that_the_system_cannot_wait_is_one_that_it_can(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    one, other = pair
+    other.send(b"x")
+    for seconds in (1e7, 1e300, float("inf")):
+        assert await_readable([one], seconds) == [one]
+
+
 def test_a_deadline_that_has_passed_is_not_waited_for() -> None:
     reading, writing = os.pipe()
     assert await_readable([reading], -1.0) == []

@@ -30,7 +30,7 @@ from penstock.cli.client_tls import CA_FILE_HELP
 from penstock.cli.flags import SERVED_ENV, flag
 from penstock.cli.http_client import ServedModelCard, first_key, served_model, wait_ready
 from penstock.cli.terminal import Invocation, printable
-from penstock.config.checks import timeout
+from penstock.config.checks import above_zero
 from penstock.errors import PeerError, UsageError
 from penstock.workloads.requests import BenchRequest, at_rate, check_fits, synthetic
 
@@ -64,7 +64,7 @@ class TargetSettings:
 
     def require_times(self) -> None:
         """Raise `UsageError` for seconds that nobody can wait."""
-        timeout("--stall-seconds", self.stall_seconds)
+        above_zero("--stall-seconds", self.stall_seconds)
         if not 0 <= self.ready_check_timeout_sec < math.inf:
             raise UsageError(
                 f"--ready-check-timeout-sec is {self.ready_check_timeout_sec}; it must be at least 0.",

@@ -17,6 +17,7 @@ from typing import Literal
 
 import msgspec
 
+from penstock.config.checks import MAX_TIMEOUT_S
 from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, Quantization
 from penstock.config.speculation import SpeculationConfig
 from penstock.engine.supervisor.class_choice import require_class
@@ -162,7 +163,7 @@ def resolve_replicas(
     ranges = partition_layers(spec.num_layers, stages, parallel.partition)
     weight_bytes = _weight_bytes(spec, ranges, config, form, homes)
     _check_weights_fit(weight_bytes, homes)
-    wait_timeout_s = _step_timeout_s(config) * stages
+    wait_timeout_s = min(MAX_TIMEOUT_S, _step_timeout_s(config) * stages)
     ranks = _rank_configs(config, str(directory), form, ranges, max_model_len, wait_timeout_s, homes)
     core = _core_config(config, spec, str(directory), max_model_len, cpus_of_core(ranks, hosts[0]))
     kind = _kind(spec, form, ranges, parallel.tp_sizes)

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from checkpoints import QuantizedLayout, quantization_config
+from penstock.config.checks import MAX_TIMEOUT_S
 from penstock.config.engine import (
     CacheConfig,
     EngineConfig,
@@ -124,6 +125,11 @@ def test_i13_threads_are_the_same_for_all_stages_or_each_ones_own(
 ) -> None:
     plan = plan_for(model, parallel=ParallelConfig(pipeline_parallel_size=2, threads_per_rank=given))
     assert [rank.threads for rank in plan.ranks] == threads
+
+
+def test_all_stages_together_wait_no_longer_than_a_system_can(model: str) -> None:
+    parallel = ParallelConfig(pipeline_parallel_size=5, step_timeout_s=MAX_TIMEOUT_S)
+    assert {rank.wait_timeout_s for rank in plan_for(model, parallel=parallel).ranks} == {MAX_TIMEOUT_S}
 
 
 def test_more_stages_than_cores_still_get_a_thread(model: str) -> None:
