@@ -166,13 +166,7 @@ def stream_json(
     connection = _connect(target, timeout_s)
     try:
         answer = _exchange(connection, target, "POST", path, json.dumps(body).encode())
-        events = _events(answer, target)
-        while True:
-            with _reading(target, timeout_s):
-                event = next(events, None)
-            if event is None:
-                return
-            yield event
+        yield from _events(answer, target, timeout_s)
     finally:
         connection.close()
 
@@ -182,17 +176,20 @@ def _reading(target: Target, timeout_s: float | None) -> Iterator[None]:
     """Say in words of ours what goes wrong while an answer is read."""
     try:
         yield
-    except PenstockError:
-        raise
     except TimeoutError as error:
         raise WaitTimeoutError(f"{target.url} sent nothing for {timeout_s:g} s.") from error
     except (OSError, http.client.HTTPException) as error:
         raise LinkClosedError(f"{target.url} closed the connection: {error or 'no reason'}.") from error
 
 
-def _events(answer: http.client.HTTPResponse, target: Target) -> Iterator[dict[str, Any]]:
+def _piece(answer: http.client.HTTPResponse, target: Target, timeout_s: float) -> bytes:
+    with _reading(target, timeout_s):
+        return answer.read1(65536)
+
+
+def _events(answer: http.client.HTTPResponse, target: Target, timeout_s: float) -> Iterator[dict[str, Any]]:
     parser = EventParser()
-    while piece := answer.read1(65536):
+    while piece := _piece(answer, target, timeout_s):
         for data in parser.feed(piece):
             if data == b"[DONE]":
                 return
