@@ -61,7 +61,7 @@ def start(model: str | None, given: Mapping[str, Any], invocation: Invocation, r
     engine = configured_engine(given, model)
     server = structs.replace(configured_server(given), settings=shown_to_clients(given))
     is_json = server.log_format == "json"
-    words = {"dropped_line": _dropped_as_json} if is_json else {}
+    words: dict[str, Any] = {"dropped_line": _dropped_as_json} if is_json else {}
     with closing(OutputThread(invocation.stdout, invocation.stderr, **words)) as output:
         beside = invocation.beside(output)
         reporter: Reporter = ServeReporter(beside, engine, server)
