@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,8 @@ from fake_engine import DEMO, FakeEngine, SeenCodec, fake_model, syntax_of
 from live_server import LiveServer, events
 from penstock.config.limits import GrammarLimits, Limits
 from penstock.config.server import ServerConfig
+from penstock.server.openai.tools import grammar_of
+from penstock.server.routes import chat_reader
 from penstock.tokenizer.model_syntax import ModelSyntax
 
 CHAT = "/v1/chat/completions"
@@ -681,6 +684,21 @@ def test_r8_schemas_of_tools_are_as_long_as_tools_may_be_and_no_longer() -> None
         status, answer = live.post(CHAT, {"messages": USER, "tools": TOOLS, "response_format": format_})
         assert (status, answer["error"]["param"]) == (400, "response_format")
         assert "--max-schema-bytes" in answer["error"]["message"]
+
+
+def test_the_grammar_of_large_tools_is_made_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def noted_grammar(*arguments: Any, **options: Any) -> str | None:
+        threads.append(threading.current_thread().name)
+        return grammar_of(*arguments, **options)
+
+    monkeypatch.setattr(chat_reader, "grammar_of", noted_grammar)
+    large = PARAMETERS | {"description": "d" * (17 << 10)}
+    with serving(ANSWERS["hermes"]) as live:
+        ask(live, tools=[tool("look", parameters=large)], tool_choice="required")
+        ask(live, tool_choice="required")
+    assert [name.startswith("text") for name in threads] == [True, False]
 
 
 def test_r8_a_schema_behind_reasoning_is_as_long_as_one_without() -> None:

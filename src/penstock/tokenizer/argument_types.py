@@ -23,14 +23,49 @@ _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 _NAME_OF = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
 
 
-def argument_types(schema: Any, root: Schema) -> frozenset[str]:
-    """Return the names of the JSON types that a value may have; empty if the schema does not say.
+class ArgumentTypes:
+    """The types of the values of one tool's arguments.
+
+    Each schema is read once, since arguments and definitions may all refer to the same large definition.
 
     Args:
-        schema: the schema of the value.
         root: the schema of all arguments, in which a `$ref` finds definitions.
     """
-    return _types(schema, root, _MAX_REFERENCES, {})
+
+    def __init__(self, root: Schema) -> None:
+        self.root = root
+        # By the `id` of a schema and the number of references that may still be followed: the types of that
+        # schema, and the schema itself, so that no other one gets its `id`.
+        self._known: dict[tuple[int, int], tuple[frozenset[str], Schema]] = {}
+
+    def of(self, schema: Any) -> frozenset[str]:
+        """Return the names of the JSON types that a value may have; empty if its schema does not say."""
+        return self._types(schema, _MAX_REFERENCES)
+
+    def _types(self, schema: Any, num_references: int) -> frozenset[str]:
+        if not isinstance(schema, Mapping) or not num_references:
+            return frozenset()
+        key = id(schema), num_references
+        if key not in self._known:
+            self._known[key] = self._types_declared(schema, num_references), schema
+        return self._known[key][0]
+
+    def _types_declared(self, schema: Schema, num_references: int) -> frozenset[str]:
+        if "$ref" in schema:
+            return self._types(_referred(schema["$ref"], self.root), num_references - 1)
+        declared = schema.get("type")
+        if isinstance(declared, str):
+            return frozenset({declared}) | ({"null"} if schema.get("nullable") else frozenset())
+        if isinstance(declared, list):
+            return frozenset(filter(lambda name: isinstance(name, str), declared))
+        for key in ("anyOf", "oneOf"):
+            if isinstance(schema.get(key), list):
+                parts = [self._types(part, num_references - 1) for part in schema[key]]
+                return frozenset().union(*parts) if all(parts) else frozenset()
+        if isinstance(schema.get("allOf"), list):
+            every = [self._types(part, num_references - 1) for part in schema["allOf"]]
+            return next(filter(None, every), frozenset())
+        return _types_of_values(schema)
 
 
 def json_argument(text: str, types: frozenset[str]) -> str:
@@ -85,38 +120,6 @@ def resolved(schema: Any, root: Schema) -> Schema:
             return schema
         schema = _referred(schema["$ref"], root)
     return {}
-
-
-# By the `id` of a schema and the number of references that may still be followed: the types of that schema.
-_Known = dict[tuple[int, int], frozenset[str]]
-
-
-def _types(schema: Any, root: Schema, num_references: int, known: _Known) -> frozenset[str]:
-    """Do `argument_types`. Each schema is read once, since definitions may name each other many times."""
-    if not isinstance(schema, Mapping) or not num_references:
-        return frozenset()
-    key = id(schema), num_references
-    if key not in known:
-        known[key] = _types_declared(schema, root, num_references, known)
-    return known[key]
-
-
-def _types_declared(schema: Schema, root: Schema, num_references: int, known: _Known) -> frozenset[str]:
-    if "$ref" in schema:
-        return _types(_referred(schema["$ref"], root), root, num_references - 1, known)
-    declared = schema.get("type")
-    if isinstance(declared, str):
-        return frozenset({declared}) | ({"null"} if schema.get("nullable") else frozenset())
-    if isinstance(declared, list):
-        return frozenset(filter(lambda name: isinstance(name, str), declared))
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list):
-            parts = [_types(part, root, num_references - 1, known) for part in schema[key]]
-            return frozenset().union(*parts) if all(parts) else frozenset()
-    if isinstance(schema.get("allOf"), list):
-        every = [_types(part, root, num_references - 1, known) for part in schema["allOf"]]
-        return next(filter(None, every), frozenset())
-    return _types_of_values(schema)
 
 
 def _types_of_values(schema: Schema) -> frozenset[str]:

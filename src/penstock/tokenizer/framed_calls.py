@@ -22,7 +22,7 @@ from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from penstock.tokenizer.argument_types import Schema, argument_types, json_argument
+from penstock.tokenizer.argument_types import ArgumentTypes, Schema, json_argument
 from penstock.tokenizer.call_reader import NAME, SPACES, CallReader, NotACall, Reading
 from penstock.tokenizer.literals import PYTHON_QUOTES, LiteralReader, NotALiteral, in_json
 from penstock.tokenizer.nested_arguments import nested_argument
@@ -222,17 +222,15 @@ class FramedCallReader(_MarkReader):
         yield from self._spaces()
         is_argument = yield from self._is_argument(tags)
         self._begin(name, id_)
-        root = self._schemas.get(name) or {}
-        properties = root.get("properties")
+        types = ArgumentTypes(self._schemas.get(name) or {})
+        properties = types.root.get("properties")
         before = "{"
         while is_argument:
             key, says = yield from self._key_of(tags)
             self._made.append(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
             before = ", "
             schema = properties.get(key) if isinstance(properties, Mapping) else None
-            yield from self._value_of(
-                _Argument(key, says or argument_types(schema, root), schema, root), tags
-            )
+            yield from self._value_of(_Argument(key, says or types.of(schema), schema, types), tags)
             yield from self._spaces()
             is_argument = yield from self._is_argument(tags)
         self._made.append("{}" if before == "{" else "}")
@@ -278,7 +276,7 @@ class FramedCallReader(_MarkReader):
         yield from self._value_text(tags, argument.key, parts.append)
         text = "".join(parts)
         if tags.is_nested:
-            self._made.append(nested_argument(text, tags, argument.schema, argument.root))
+            self._made.append(nested_argument(text, tags, argument.schema, argument.tool_types))
         else:
             self._made.append(json_argument(text, argument.types))
 
@@ -386,7 +384,7 @@ class _Argument(NamedTuple):
     key: str
     types: frozenset[str]  # types that the value may have; empty: any
     schema: Any  # of the value
-    root: Schema  # the schema of all arguments of the tool
+    tool_types: ArgumentTypes  # the types of all arguments of the tool
 
 
 _TYPES = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from penstock.tokenizer.argument_types import argument_types
+from penstock.tokenizer.argument_types import ArgumentTypes
 from penstock.tokenizer.tool_formats import Frame, ToolFormat, with_attribute
 
 _NOTHING = '""'
@@ -116,6 +116,7 @@ class _Arguments:
         self._frame = frame
         self._ids = ids
         self._schema = schema
+        self._types = ArgumentTypes(schema)
         self._index = index
         properties = schema.get("properties")
         self._properties: dict[str, Any] = dict(properties) if isinstance(properties, Mapping) else {}
@@ -148,7 +149,7 @@ class _Arguments:
         """
         tags = self._frame.tags
         assert tags is not None
-        types = argument_types(schema, self._schema)
+        types = self._types.of(schema)
         is_text = not types or "string" in types
         key_end = tags.key_end_of(types)
         name = text_of(key) or _KEY
@@ -201,7 +202,7 @@ class _Arguments:
         yield f"head_{index}_{number}: " + (f"({other} {more})?" if self._is_open else _NOTHING)
 
     def _value(self, schema: Any) -> str:
-        types = argument_types(schema, self._schema)
+        types = self._types.of(schema)
         if self._frame.body == "python":
             return '"True" | "False"' if types == {"boolean"} else self._json(schema)
         if types == {"string"} and (listed := _listed_texts(schema)):

@@ -13,39 +13,38 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.tokenizer.argument_types import Schema, argument_types, json_argument, resolved
+from penstock.tokenizer.argument_types import ArgumentTypes, json_argument, resolved
 from penstock.tokenizer.tool_formats import Tags
 
 ITEM = "item"
 _MAX_DEPTH = 32
 
 
-def nested_argument(text: str, tags: Tags, schema: Any, root: Schema, depth: int = 0) -> str:
+def nested_argument(text: str, tags: Tags, schema: Any, tool_types: ArgumentTypes, depth: int = 0) -> str:
     """Return the JSON of a value that may have tags in it.
 
     Args:
         schema: the schema of the value.
-        root: the schema of all arguments, in which a `$ref` finds definitions.
+        tool_types: the types of all arguments of the tool.
     """
-    types = argument_types(schema, root)
+    types = tool_types.of(schema)
     plain = text.strip()
     if not plain and types and types <= {"array", "object", "null"}:
         return "[]" if "array" in types else "{}"
     children = _children(plain, tags) if plain.startswith(tags.key_open) and depth < _MAX_DEPTH else None
     if children is None:
         return json_argument(text, types)
-    schema = resolved(schema, root)
+    schema = resolved(schema, tool_types.root)
     is_list = all(key == ITEM for key, _ in children) if not types else "array" in types
     if is_list:
         of_item = schema.get("items")
-        return (
-            f"[{', '.join(nested_argument(value, tags, of_item, root, depth + 1) for _, value in children)}]"
-        )
+        items = [nested_argument(value, tags, of_item, tool_types, depth + 1) for _, value in children]
+        return f"[{', '.join(items)}]"
     properties = schema.get("properties")
     known: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
     entries = [
         f"{json.dumps(key, ensure_ascii=False)}: "
-        f"{nested_argument(value, tags, known.get(key), root, depth + 1)}"
+        f"{nested_argument(value, tags, known.get(key), tool_types, depth + 1)}"
         for key, value in children
     ]
     return f"{{{', '.join(entries)}}}"

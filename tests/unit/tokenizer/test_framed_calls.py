@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.tokenizer.argument_types import argument_types, json_argument
+from penstock.tokenizer.argument_types import ArgumentTypes, json_argument
 from penstock.tokenizer.call_writer import written_calls
 from penstock.tokenizer.form_table import TOOL_FORMATS
 from penstock.tokenizer.literals import json_of_literal
+from penstock.tokenizer.model_syntax import ModelSyntax
 from penstock.tokenizer.pieces import Piece
 from penstock.tokenizer.tool_calls import ToolCallParser
+from penstock.tokenizer.tool_grammar import CallTask, call_grammar
 
 FORMS = {form.name: form for form in TOOL_FORMATS}
 FRAMED = [form.name for form in TOOL_FORMATS if form.frame is not None]
@@ -243,7 +245,7 @@ def test_text_becomes_what_its_schema_says(value: str, types: set[str], expected
 )
 def test_types_are_those_that_a_schema_declares(schema: Any, types: set[str]) -> None:
     root = {"$defs": {"n": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}}}
-    assert argument_types(schema, root) == types
+    assert ArgumentTypes(root).of(schema) == types
 
 
 @pytest.mark.parametrize(
@@ -276,8 +278,26 @@ def test_definitions_that_name_each_other_often_are_read_once_each(keyword: str)
         {f"d{depth}": {keyword: [{"$ref": f"#/$defs/d{depth + 1}"} for _ in range(9)]} for depth in range(3)}
     )
     definitions["d3"] = {"type": "string"}
-    assert argument_types({"$ref": "#/$defs/d0"}, {"$defs": definitions}) == {"string"}
+    assert ArgumentTypes({"$defs": definitions}).of({"$ref": "#/$defs/d0"}) == {"string"}
     assert definitions.num_lookups <= 1 + 3 * 9, "and not 9 * 9 * 9"
+
+
+@pytest.mark.parametrize("form", ["qwen3_coder", "glm45", "minimax_m3", "gemma4", "lfm2"])
+def test_a_definition_that_many_arguments_refer_to_is_read_once(form: str) -> None:
+    """For the grammar of a call, and for a call in which each argument has a value."""
+    definitions = CountedDefinitions(
+        any={"anyOf": [{"$ref": "#/$defs/part"} for _ in range(40)]}, part={"type": "integer"}
+    )
+    properties = {f"a{number}": {"$ref": "#/$defs/any"} for number in range(40)}
+    schemas = {"look": {"$defs": definitions, "properties": properties}}
+    call_grammar(CallTask(schemas=schemas), ModelSyntax(tools=FORMS[form]))
+    assert 0 < definitions.num_lookups <= 40 + 40, "and not 40 * 40"
+    definitions.num_lookups = 0
+    values = {key: number for number, key in enumerate(properties)}
+    parser = ToolCallParser(FORMS[form], frozenset(schemas), schemas)
+    pieces = [*parser.feed(written_calls(FORMS[form], [("look", values)])), *parser.finish()]
+    assert json.loads("".join(piece.text for piece in pieces if piece.kind == "arguments")) == values
+    assert definitions.num_lookups <= 40 + 40
 
 
 def test_arguments_between_tags_are_typed() -> None:

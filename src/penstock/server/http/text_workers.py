@@ -1,4 +1,4 @@
-"""The workers for text that may take long (JSON, templates, tokenizing), kept off the event loop.
+"""The workers for text that may take long (JSON, templates, tokenizing, grammars), kept off the event loop.
 
 Short text is handled in place, since a change of threads costs more than the work. Long text of new requests
 goes to a small pool of threads, up to a bounded number of texts at once; a further one is answered 429. Long

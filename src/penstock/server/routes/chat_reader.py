@@ -73,13 +73,13 @@ class ChatReader:
         text = in_place_of_calls(sampling, use, model.syntax, asked_by)
         if use.choice in ("none", "auto"):  # else the answer has calls alone, and no such text
             await grammars.check_sampling(sampling, asked_by)
-        grammar = grammar_of(use, model.syntax, is_open=is_open, text=text)
-        grammar, unbound = await self._with_inputs(grammar, use, inputs)
+        schemas = bound_schemas(use)
+        grammar, unbound = await self._grammar(use, schemas, inputs, is_open=is_open, text=text)
         if grammar is None:
             grammar = behind_reasoning(sampling, model.syntax, asked_by, is_open=is_open)
         else:
             asked_by = "tools"
-        for param, schema in bound_schemas(use).items():
+        for param, schema in schemas.items():
             grammars.check_schema(schema, param)
         made = None if grammar is None else self._made_grammar(grammar, sampling)
         sampling = _for_reading(sampling, reading, model, made)
@@ -89,13 +89,25 @@ class ChatReader:
             sequence=self._sequence(request, prompt, sampling), reading=reading, unused=unused + unbound
         )
 
-    async def _with_inputs(
-        self, grammar: str | None, use: ToolUse, inputs: Mapping[str, InputGrammar]
+    async def _grammar(
+        self,
+        use: ToolUse,
+        schemas: Mapping[str, str],
+        inputs: Mapping[str, InputGrammar],
+        *,
+        is_open: bool,
+        text: StructuredOutputs | None,
     ) -> tuple[str | None, list[str]]:
+        """Return what `with_inputs` does, for the grammar that `grammar_of` returns."""
         for given in inputs.values():
             await self._grammars.check_given(given.given, given.where)
-        size = sum(given.size for given in inputs.values())
-        return await self._intake.workers.run(size, with_inputs, grammar, use, inputs)
+
+        def made() -> tuple[str | None, list[str]]:
+            grammar = grammar_of(use, self._intake.model.syntax, is_open=is_open, text=text)
+            return with_inputs(grammar, use, inputs)
+
+        size = sum(map(len, schemas.values())) + sum(given.size for given in inputs.values())
+        return await self._intake.workers.run(size, made)
 
     async def render(self, request: ChatRequest) -> tuple[str, Sequence, list[str]]:
         """Return the text that the template makes, the sequence, and the fields without effect.
