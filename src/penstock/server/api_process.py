@@ -50,7 +50,7 @@ from penstock.server.app import App, create_app
 from penstock.server.engine_port import ModelCodec, ServedModel
 from penstock.server.http.http_protocol import with_limits
 from penstock.server.http.request_log import FORMATS, LogForm, RequestLog
-from penstock.server.http.tls_listener import TlsListener
+from penstock.server.http.tls_listener import TlsListener, num_queued
 from penstock.tokenizer.chat_template import AbsentChatTemplate, ChatTemplate
 from penstock.tokenizer.model_syntax import model_syntax, tool_form_caution
 from penstock.tokenizer.template_files import load_chat_template
@@ -160,18 +160,24 @@ class HttpServer(uvicorn.Server):
         self._is_drained.set()
 
     async def _let_clients_take(self, until: float) -> None:
-        """Wait while slow clients take answers that are complete, up to this loop time."""
+        """Wait while slow clients take answers that are complete, up to this loop time.
+
+        It looks twice: the system may be about to get more of the bytes that the event loop has encrypted.
+        """
         loop = asyncio.get_running_loop()
-        left, until_next = self._num_unsent(), loop.time() + CLOSE_S
-        while left and loop.time() < min(until, until_next) and not self._is_hurried:
+        before = left = self._num_unsent()
+        until_next = loop.time() + CLOSE_S
+        while (before or left) and loop.time() < min(until, until_next) and not self._is_hurried:
             await asyncio.sleep(LOOK_S)
             before, left = left, self._num_unsent()
             if left < before:
                 until_next = loop.time() + CLOSE_S
 
     def _num_unsent(self) -> int:
-        """Return the bytes that are written and that the system has not taken."""
-        return sum(each.transport.get_write_buffer_size() for each in self.server_state.connections)
+        """Return the bytes written that the system, or over HTTPS the client's host, has not taken."""
+        transports = [each.transport for each in self.server_state.connections]
+        queued = map(num_queued, transports) if self._context is not None else ()
+        return sum(each.get_write_buffer_size() for each in transports) + sum(queued)
 
 
 def uvicorn_config(app: App, limits: ConnectionLimits) -> uvicorn.Config:
