@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -143,10 +144,18 @@ def _fill(pipe: int) -> None:
 
 
 def test_r16_output_that_is_blocked_holds_up_no_answer(tmp_path: Path) -> None:
-    """As by Ctrl-S, a pager, or a collector of logs that stands still: each request has a line there."""
+    """As by Ctrl-S, a pager, or a collector of logs that stands still: each request has a line there.
+
+    So has the end, in words of uvicorn, while a client does not take its answer.
+    """
     model = shared_data("models", "stories260K")
     status_read, status_write = os.pipe()
-    with socket.create_server(("127.0.0.1", 0)) as listener, os.fdopen(status_read, "rb"):
+    with ExitStack() as stack:
+        listener, slow = stack.enter_context(socket.create_server(("127.0.0.1", 0))), socket.socket()
+        stack.enter_context(os.fdopen(status_read, "rb"))
+        stack.enter_context(slow)
+        for end, option in ((listener, socket.SO_SNDBUF), (slow, socket.SO_RCVBUF)):
+            end.setsockopt(socket.SOL_SOCKET, option, 4096)
         process = _start(_config(listener.fileno(), model, tmp_path), status_write)
         assert process.stderr is not None
         try:
@@ -155,6 +164,9 @@ def test_r16_output_that_is_blocked_holds_up_no_answer(tmp_path: Path) -> None:
             assert _get(port, "/v1/models")[0] == 200
             _fill(process.stderr.fileno())
             assert [_get(port, "/v1/models")[0] for _ in range(3)] == [200] * 3
+            slow.connect(("127.0.0.1", port))
+            slow.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert slow.recv(1, socket.MSG_PEEK) == b"H"
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 0
         finally:

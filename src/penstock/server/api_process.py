@@ -330,7 +330,8 @@ def main(arguments: list[str]) -> int:
 def _run(config: ApiProcessConfig, status: StatusWriter, options: argparse.Namespace) -> int:
     enter_child("penstock api", config)
     pulse, form = keep_saying_alive(status), config.server.log_format
-    with contextlib.closing(OutputThread(sys.stderr, sys.stderr, partial(_dropped_line, form))) as output:
+    output = OutputThread(sys.stderr, sys.stderr, partial(_dropped_line, form))
+    with contextlib.closing(output), contextlib.redirect_stderr(output.stderr):  # others write there, too
         uvloop.run(serve(config, status, pulse, RequestLog(form, output.stderr)))
     return 0
 
