@@ -73,10 +73,10 @@ class ApiKeys:
         if path in OPEN_PATHS | PAGE_PATHS or not (self._keys or is_admin_path):
             return
         fitting = self._admin_keys if is_admin_path else [*self._keys, *self._admin_keys]
-        sent = [_bearer(header_value(headers, b"authorization")), header_value(headers, b"x-api-key").strip()]
+        sent = _sent_keys(headers)
         if path in PASSWORD_PATHS:
             sent.append(_password(header_value(headers, b"authorization")))
-        matches = [hmac.compare_digest(given, key) for given in sent if given for key in fitting]
+        matches = [hmac.compare_digest(given, key) for given in sent for key in fitting]
         if not any(matches) and path in PASSWORD_PATHS:
             raise PasswordMissingError("The API key is missing or wrong.", remedy="Send it as the password.")
         if not any(matches):
@@ -89,8 +89,13 @@ class ApiKeys:
 
 def key_digest(headers: Headers) -> bytes:
     """Return a digest of the key that a request carries, in either header, whether or not it is valid."""
-    sent = {_bearer(header_value(headers, b"authorization")), header_value(headers, b"x-api-key").strip()}
-    return hashlib.sha256(b"\0".join(sorted(sent - {b""}))).digest()
+    return hashlib.sha256(b"\0".join(sorted(set(_sent_keys(headers))))).digest()
+
+
+def _sent_keys(headers: Headers) -> list[bytes]:
+    """Return the keys of a request in both headers for them; empty ones are left out."""
+    sent = [_bearer(header_value(headers, b"authorization")), header_value(headers, b"x-api-key").strip()]
+    return list(filter(None, sent))
 
 
 def _bearer(value: bytes) -> bytes:
