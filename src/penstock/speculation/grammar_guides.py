@@ -80,7 +80,7 @@ class GrammarGuides(NoGuides):
     """
 
     def __init__(self, open_vocabulary: Callable[[], Vocabulary], vocab_size: int) -> None:
-        self._building = ThreadPoolExecutor(1, thread_name_prefix="draft-grammar")
+        self._building = _builder()
         self._open_vocabulary = cache(open_vocabulary)
         self._vocab_size = vocab_size
         self._built: OrderedDict[bytes, Future[Matcher]] = OrderedDict()  # requests get copies of these
@@ -125,20 +125,19 @@ class GrammarGuides(NoGuides):
 
     def _grammar(self, structured: StructuredOutputs) -> Future[Matcher]:
         key = msgspec.msgpack.encode(structured)
-        built = self._built.pop(key, None) or self._begun(structured)
+        built = self._built.pop(key, None)
+        if built is None:
+            try:
+                built = self._building.submit(self._build, structured)
+            except RuntimeError as error:  # no thread can be started; a later request tries again
+                self._building = _builder()  # the work waits in the one before, and would be done for nobody
+                failed: Future[Matcher] = Future()
+                failed.set_exception(error)
+                return failed
         self._built[key] = built
         if len(self._built) > MOST_KEPT:
             self._built.popitem(last=False)
         return built
-
-    def _begun(self, structured: StructuredOutputs) -> Future[Matcher]:
-        """Begin to build a grammar; where no thread can be started, its requests get no guesses."""
-        try:
-            return self._building.submit(self._build, structured)
-        except RuntimeError as error:
-            failed: Future[Matcher] = Future()
-            failed.set_exception(error)
-            return failed
 
     def _build(self, structured: StructuredOutputs) -> Matcher:
         from penstock.grammar.matcher import Matcher
@@ -147,6 +146,10 @@ class GrammarGuides(NoGuides):
 
     def forget(self, request: int) -> None:
         self._guides.pop(request, None)
+
+
+def _builder() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="draft-grammar")
 
 
 class _Guide:

@@ -70,13 +70,29 @@ def test_what_is_forced_is_guessed(vocabulary: Vocabulary) -> None:
 def test_where_no_thread_starts_there_is_no_guess_and_no_error(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*work: object) -> None:
+    """A request that comes once threads start has guesses, and what was refused is not built before it."""
+
+    def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    guides = GrammarGuides(lambda: vocabulary, 1024)
-    monkeypatch.setattr(guides._building, "submit", refuse)
-    for request in (3, 4):
-        assert guides.guided(request, NAMES, len(PROMPT), PROMPT, Draft([5], 0.9), 8) == NO_DRAFT
+    guides, draft, built = GrammarGuides(lambda: vocabulary, 1024), Draft([5], 0.9), []
+    build = guides._build
+
+    def noted_build(structured: StructuredOutputs) -> Matcher:
+        built.append(structured)
+        return build(structured)
+
+    monkeypatch.setattr(guides, "_build", noted_build)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        for request, structured in enumerate((NAMES, StructuredOutputs(choice=["the cat"]), NAMES)):
+            assert guides.guided(request, structured, len(PROMPT), PROMPT, draft, 8) == NO_DRAFT
+    for request in (2, 3):
+        guides.guided(request, NAMES, len(PROMPT), PROMPT, draft, 8)
+    guides._building.submit(int).result(20.0)
+    assert built == [NAMES]
+    assert guides.guided(2, NAMES, len(PROMPT), PROMPT, draft, 8) == NO_DRAFT, "it came before"
+    assert guides.guided(3, NAMES, len(PROMPT), PROMPT, draft, 8).is_forced
 
 
 @pytest.mark.parametrize("seed", range(12))
