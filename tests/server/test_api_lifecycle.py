@@ -6,7 +6,8 @@ import asyncio
 import json
 import re
 import socket
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from penstock.config.server import ServerConfig
 from penstock.engine.stats import CoreStats, StageMemory
 from penstock.errors import ModelChangedError, UnavailableError
 from penstock.scheduler.stats import SpeculationStats
+from penstock.server import api_process
 from penstock.server.api_process import HttpServer
 from penstock.server.http.lifecycle import Interruptible
 from penstock.server.routes import health
@@ -448,6 +450,19 @@ def test_a_request_accepted_before_the_signal_is_served_though_its_body_comes_af
         assert "ended_early=0" in live.log.getvalue()
 
 
+@contextmanager
+def _unread_answer(live: LiveServer) -> Iterator[socket.socket]:
+    """A client whose answer of 6 MB is complete, and who has taken none of it."""
+    asked = {"prompt": ["\0" * 4000] * 2, "n": 128, "echo": True, "max_tokens": 0}
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        slow.settimeout(20)
+        slow.connect(("127.0.0.1", live.port))
+        slow.sendall(post_bytes(TEXT, asked, "Connection: close\r\n"))
+        live.wait_for(lambda: "status=200" in live.log.getvalue())
+        yield slow
+
+
 def test_r11_drain_lets_a_slow_client_take_the_rest_of_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it is written, and the request has ended, when the server is told to."""
     unsent: list[int] = []  # when connections are closed
@@ -459,13 +474,7 @@ def test_r11_drain_lets_a_slow_client_take_the_rest_of_its_answer(monkeypatch: p
         await shut_down(server, sockets)
 
     monkeypatch.setattr(HttpServer, "shutdown", note_and_shut_down)
-    asked = {"prompt": ["\0" * 4000] * 2, "n": 128, "echo": True, "max_tokens": 0}
-    with LiveServer(config=ServerConfig(drain_s=20.0)) as live, socket.socket() as slow:
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
-        slow.settimeout(20)
-        slow.connect(("127.0.0.1", live.port))
-        slow.sendall(post_bytes(TEXT, asked, "Connection: close\r\n"))
-        live.wait_for(lambda: "status=200" in live.log.getvalue())
+    with LiveServer(config=ServerConfig(drain_s=20.0)) as live, _unread_answer(live) as slow:
         live.stop()
         live.wait_for(lambda: "draining running=0" in live.log.getvalue())
         for _ in range(20):
@@ -476,6 +485,25 @@ def test_r11_drain_lets_a_slow_client_take_the_rest_of_its_answer(monkeypatch: p
     choices = json.loads(received.partition(b"\r\n\r\n")[2])["choices"]
     assert {choice["text"] for choice in choices} == {"\0" * 4000}
     assert (len(choices), unsent) == (256, [0])
+
+
+def test_drain_gives_a_client_up_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LiveServer(config=ServerConfig(drain_s=3600.0)) as live, _unread_answer(live):
+        monkeypatch.setattr(api_process, "CLOSE_S", 0.2)
+        live.stop()
+        live.wait_for(lambda: "drained ended_early=0" in live.log.getvalue())
+
+
+def test_a_second_signal_waits_for_no_slow_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LiveServer(config=ServerConfig(drain_s=3600.0)) as live, _unread_answer(live):
+        monkeypatch.setattr(api_process, "CLOSE_S", 3600.0)
+        live.stop()
+        live.wait_for(lambda: "draining running=0" in live.log.getvalue())
+        for _ in range(20):
+            live.call(lambda: None)  # a turn of its loop
+        assert "drained" not in live.log.getvalue()
+        live.stop()
+        live.wait_for(lambda: "drained ended_early=0" in live.log.getvalue())
 
 
 def test_a_request_whose_body_is_too_slow_for_the_drain_gets_a_typed_503() -> None:
