@@ -162,6 +162,7 @@ class HttpServer(uvicorn.Server):
     async def _let_clients_take(self, until: float) -> None:
         """Wait while slow clients take answers that are complete, up to this loop time.
 
+        Over HTTPS, connections that close after their answer end earlier (`tls_listener`).
         It looks twice: the system may be about to get more of the bytes that the event loop has encrypted.
         """
         loop = asyncio.get_running_loop()
