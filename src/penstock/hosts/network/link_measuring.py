@@ -39,7 +39,7 @@ from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
 
 MEASURING_S = 1.0
 LIMIT_S = 2.0  # longer, since a thread of a busy host may have to wait for a core
-ANSWERING_S = 5.0
+ANSWERING_S = LIMIT_S + 1.0  # then the other host has given up; its next path needs this thread
 WINDOW_S = 0.02  # long enough that a process which is woken a little late does not matter
 
 _ECHO, _TAKE, _GIVE, _END = 1, 2, 3, 4

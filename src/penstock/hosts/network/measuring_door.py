@@ -11,7 +11,8 @@ import contextlib
 import socket
 import ssl
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -23,10 +24,11 @@ from penstock.hosts.network.link_measuring import answer_measuring
 from penstock.process.link_ports import PortRange, listen_in_range
 from penstock.process.readiness import Waitable, await_readable
 from penstock.trust.credentials import Credentials
-from penstock.trust.door import Door
+from penstock.trust.door import Door, DoorLimits
 from penstock.trust.peer_names import PeerName
 from penstock.trust.tls import CertifiedPeer, link_server_context, under_tls
 
+SURVEY_S = 15.0  # so long another host may measure the paths; it dials them all at the beginning
 _LOOK_S = 0.5  # between two looks at whether a peer at a door is late
 
 
@@ -45,6 +47,7 @@ class MeasuringDoor:
         ports: range of the host's link ports, from which free ones are taken.
         credentials: credentials of the head or agent on this host.
         peer: name of the peer that is expected.
+        clock: monotonic seconds.
 
     Attributes:
         places: where it listens.
@@ -59,10 +62,12 @@ class MeasuringDoor:
         ports: PortRange,
         credentials: Credentials,
         peer: PeerName,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.places: list[ListeningPlace] = []
         self._context = link_server_context(credentials)
         self._peer = peer
+        self._clock = clock
         self._doors = [self._open(listener) for listener in self._listeners(addresses, ports)]
         self._bell = Bell()
         self._thread = threading.Thread(target=self._serve, name="measuring door", daemon=True)
@@ -92,7 +97,8 @@ class MeasuringDoor:
         return listeners
 
     def _open(self, listener: socket.socket) -> Door[CertifiedPeer]:
-        return Door(listener, self._secure, self._begin, lambda address, error: None)
+        limits = DoorLimits(timeout_s=SURVEY_S)
+        return Door(listener, self._secure, self._begin, lambda address, error: None, limits, self._clock)
 
     def _secure(self, accepted: socket.socket) -> socket.socket:
         with contextlib.suppress(OSError):  # it is gone already, as the handshake will show

@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.config.hosts import SAME_VERSION
 from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError, error_from_info
+from penstock.hosts.network.measuring_door import SURVEY_S
 from penstock.hosts.network.scout import Listening, Survey, WayToTry
 from penstock.hosts.network.scout_messages import (
     FromScout,
@@ -24,8 +25,7 @@ from penstock.hosts.network.scout_messages import (
 )
 from penstock.trust.peer_names import PeerName
 
-LISTEN_S = 8.0  # for an answer: the host may first have to end another answer, which takes up to 5 s
-SURVEY_S = 15.0  # for an answer, even if several paths carry next to nothing
+LISTEN_S = 8.0  # for an answer: the host may first have to end another answer, which takes up to 3 s
 
 
 class AskedHost(Protocol):

@@ -15,7 +15,7 @@ from typing import Annotated, Protocol
 import msgspec
 
 from penstock.bounds import Port, Word
-from penstock.errors import LinkClosedError, PenstockError, ProtocolError
+from penstock.errors import LinkClosedError, PenstockError, ProtocolError, WaitTimeoutError
 from penstock.hosts.network.dialling import CONNECT_S, Dial, close_all, dial_all, reason
 from penstock.hosts.network.interfaces import AddressPair, HostAddress, path_mtu
 from penstock.hosts.network.link_choice import MeasuredPair
@@ -150,7 +150,7 @@ class OwnScout:
     def listen(self, peer: PeerName) -> Listening:
         self.rest()
         self._require_own_cluster(peer)
-        door = MeasuringDoor(self._places(peer.host), self._ports, self._credentials, peer)
+        door = MeasuringDoor(self._places(peer.host), self._ports, self._credentials, peer, self._clock)
         self._doors.append(door)
         return Listening(places=door.places, only=self._only)
 
@@ -196,6 +196,8 @@ class OwnScout:
                 return
             except PenstockError as error:
                 dead.append(Dead(target.pair, error.message.rstrip(".")))
+                if isinstance(error, WaitTimeoutError):  # the other addresses lead over the same wire
+                    break
         found.dead.extend(dead[:1])
 
     def _measured(self, target: Target, end: socket.socket, peer: PeerName, seconds: float) -> MeasuredPair:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from clusters import HEAD_HOST, Cluster
-from penstock.errors import PortInUseError, ProtocolError
-from penstock.hosts.network import link_measuring
+from fakes import FakeClock
+from penstock.errors import PortInUseError, ProtocolError, WaitTimeoutError
+from penstock.hosts.network import link_measuring, scout
 from penstock.hosts.network.interfaces import AddressPair, HostAddress, Medium, address_named
+from penstock.hosts.network.link_measuring import StreamSpeed
 from penstock.hosts.network.scout import OwnScout, Survey, Target, WayToTry
 from penstock.process.link_ports import PortRange
 from penstock.trust.peer_names import HEAD_ROLE
@@ -38,9 +41,10 @@ class Scouts:
         ports: PortRange = ANY_PORT,
         addresses: tuple[HostAddress, ...] = (LOOPBACK,),
         only: str = "",
+        clock: Callable[[], float] = time.monotonic,
     ) -> OwnScout:
         name = cluster.name(host, role)
-        return OwnScout(name, cluster.credentials(name), ports, lambda _: addresses, only)
+        return OwnScout(name, cluster.credentials(name), ports, lambda _: addresses, only, clock)
 
     def survey(self, scout: OwnScout, port: int) -> Survey:
         """Let a scout try the way to the head."""
@@ -107,6 +111,36 @@ def test_g1_the_first_address_of_a_way_that_answers_counts(scouts: Scouts) -> No
     targets = [Target(pair, closed), Target(pair, place.port)]
     found = scouts.desk.survey(scouts.head.peer, [WayToTry(targets=targets, seconds=0.0)])
     assert (len(found.open), found.dead) == (1, [])
+
+
+def test_g1_ways_that_carry_next_to_nothing_cost_a_good_one_behind_them_nothing(
+    scouts: Scouts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of three ways has three addresses; the first that cannot be measured speaks for its wire."""
+    clock, speed = FakeClock(), StreamSpeed(round_trip_s=1e-3, bytes_per_s_out=1e9, bytes_per_s_in=1e9)
+    num_stalled = iter(range(3))
+
+    def measure(stream: object, clock_of_scout: object, seconds: float) -> StreamSpeed:
+        if next(num_stalled, None) is None:
+            return speed
+        clock.advance(link_measuring.LIMIT_S)
+        raise WaitTimeoutError("Measuring the connection did not end.")
+
+    monkeypatch.setattr(link_measuring, "LIMIT_S", 2.0)
+    monkeypatch.setattr(scout, "measure_stream", measure)
+    head = scouts.make(scouts.cluster, HEAD_HOST, HEAD_ROLE, clock=clock)
+    desk = scouts.make(scouts.cluster, "desk", clock=clock)
+    (place,) = head.listen(desk.peer).places
+    targets = [Target(AddressPair(own=LOOPBACK, other=LOOPBACK), place.port)] * 3
+    found = desk.survey(head.peer, [WayToTry(targets=targets, seconds=1.0)] * 4)
+    head.rest()
+    assert [one.speed for one in found.open] == [speed]
+    assert len(found.dead) == 3
+
+
+def test_g1_a_host_that_is_measured_is_free_again_before_the_next_way_is_given_up() -> None:
+    """On a way that loses large packets the end of the connection does not arrive either."""
+    assert link_measuring.ANSWERING_S - link_measuring.LIMIT_S < scout.MEET_S
 
 
 def test_g1_of_the_interface_with_the_fixed_address_no_other_is_used(scouts: Scouts) -> None:
