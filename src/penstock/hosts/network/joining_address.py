@@ -30,7 +30,7 @@ def listen_for_workers(host: str, port: int) -> socket.socket:
     failure: OSError | None = None
     try:
         found = _resolved(host, port)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name of DNS has such a part
         raise _not_listening(host, port, error) from error
     for family, _, _, _, address in sorted(found, key=lambda one: _is_loopback(str(one[4][0]))):
         try:
@@ -84,9 +84,10 @@ def _listener(family: int, address: Any) -> socket.socket:
     return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=takes_both)
 
 
-def _not_listening(host: str, port: int, error: OSError) -> PortInUseError:
+def _not_listening(host: str, port: int, error: OSError | UnicodeError) -> PortInUseError:
+    why = getattr(error, "strerror", None) or str(error)
     return PortInUseError(
-        f"cannot listen for workers at {shown(host, port)}: {(error.strerror or str(error)).lower()}.",
+        f"cannot listen for workers at {shown(host, port)}: {why.lower()}.",
         remedy="Give another --listen-workers ADDRESS:PORT, with an address of this host.",
         param="listen_workers",
     )

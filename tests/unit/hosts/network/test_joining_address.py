@@ -64,6 +64,13 @@ def test_g1_a_name_that_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch)
         listen_for_workers("attic", 7700)
 
 
+@pytest.mark.parametrize("host", ["a..b", 64 * "a"])
+def test_g1_a_name_that_dns_cannot_have_is_refused(host: str) -> None:
+    with pytest.raises(PortInUseError, match=f"at {host}:7700: .*(idna|label)") as caught:
+        listen_for_workers(host, 7700)
+    assert "--listen-workers" in caught.value.remedy
+
+
 def test_g1_a_name_of_this_host_that_others_do_not_reach_is_warned_of() -> None:
     assert "localhost is " in loopback_warning("localhost", 7700)
     assert loopback_warning("127.0.0.1", 7700) == ""
