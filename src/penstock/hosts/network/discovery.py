@@ -10,6 +10,7 @@ join token pins, as at an address that a user has typed. This is the only module
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import queue
 import socket
@@ -105,13 +106,13 @@ class HeadSearch:
         if state_change.name == "Removed":
             return
         service = zeroconf.get_service_info(service_type, name, timeout=self._timeout_ms)
-        address = None if service is None else head_address(service, self._cluster, usable_addresses())
+        address = None if service is None else head_address(service, self._cluster, _own_addresses())
         if address is not None:
             self._found.put(address)
             self._bell.ring()
 
 
-def head_address(service: Any, cluster: str, own: Sequence[HostAddress] = ()) -> Address | None:
+def head_address(service: Any, cluster: str, own: Sequence[HostAddress]) -> Address | None:
     """Return the address and port where workers join an announced head, or None.
 
     None stands for a head of another cluster, and for an announcement that makes no sense.
@@ -144,6 +145,13 @@ def _remoteness(address: ipaddress.IPv4Address | ipaddress.IPv6Address, own: Seq
         return len(interfaces) + 1
     beside = (place for place, one in enumerate(interfaces) if address in one.network)
     return next(beside, len(interfaces))
+
+
+def _own_addresses() -> Sequence[HostAddress]:
+    """Return the addresses of this host; none if they cannot be read: any order of a head's will do then."""
+    with contextlib.suppress(OSError):
+        return usable_addresses()
+    return ()
 
 
 def _library() -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import errno
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from penstock.hosts.bell import Bell
 from penstock.hosts.launchers.announced import Announced
 from penstock.hosts.launchers.starter import WantedWorkers
 from penstock.hosts.network import discovery
-from penstock.hosts.network.discovery import HeadSearch, head_address
+from penstock.hosts.network.discovery import SERVICE, Address, HeadSearch, head_address
 from penstock.hosts.network.head_search import found_head
 from penstock.hosts.network.interfaces import HostAddress, Medium
 from penstock.trust.join_token import JoinToken
@@ -50,7 +52,7 @@ class Service:
 def test_i2_the_head_of_the_tokens_cluster_is_taken_and_no_other(
     service: Service, cluster: str, found: tuple[str, int] | None
 ) -> None:
-    assert head_address(service, cluster) == found
+    assert head_address(service, cluster, []) == found
 
 
 def own_address(address: str, prefix: int, medium: Medium = Medium.WIRED) -> HostAddress:
@@ -77,6 +79,59 @@ def test_i2_a_head_of_several_addresses_is_joined_where_this_host_reaches_it(
         own_address("172.17.0.1", 16, Medium.INTERNAL),
     ]
     assert head_address(Service(OURS, 7700, *announced), OURS, own) == (found, 7700)
+
+
+class Library:
+    """Stands for zeroconf: a browser hands announcements to the search when a test says so."""
+
+    def __init__(self, service: Service) -> None:
+        self.IPVersion = self.state_change = self
+        self.All, self.name = None, "Added"
+        self._service = service
+        self.see: Callable[..., None]
+
+    def Zeroconf(self, **_: object) -> Library:
+        return self
+
+    def ServiceBrowser(
+        self, _: object, service_type: str, handlers: Sequence[Callable[..., None]]
+    ) -> Library:
+        (self.see,) = handlers
+        return self
+
+    def get_service_info(self, *_: object, timeout: int) -> Service:
+        return self._service
+
+    def cancel(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def found_at(*addresses: str) -> Address | None:
+    """Return the head that a search finds when one with these addresses is announced."""
+    library = Library(Service(OURS, 7700, *addresses))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, "zeroconf", library)  # type: ignore[arg-type]
+        with closing(HeadSearch(OURS)) as search:
+            library.see(library, SERVICE, "tower", library.state_change)
+            return search.take()
+
+
+def test_i2_a_search_prefers_the_addresses_in_networks_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "usable_addresses", lambda: [own_address("192.168.1.7", 24)])
+    assert found_at("203.0.113.5", "192.168.1.5") == ("192.168.1.5", 7700)
+
+
+def test_i2_a_search_goes_on_where_the_addresses_of_this_host_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The library's thread would end with the error, and the search would find nothing any more."""
+
+    def fail() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(discovery, "usable_addresses", fail)
+    assert found_at("192.168.1.5") == ("192.168.1.5", 7700)
 
 
 class Announcements:
