@@ -22,7 +22,7 @@ from penstock.hosts.network.link_choice import MeasuredPair, best_pair, idle_war
 from penstock.hosts.network.port_check import CheckedPorts, port_list
 from penstock.hosts.network.scout import Survey
 from penstock.hosts.network.visiting import Visited, VisitSettings, visit_head
-from penstock.hosts.worker import credentials_path
+from penstock.hosts.worker import credentials_path, kept_certificate
 from penstock.process.link_ports import DEFAULT_LINK_PORTS, PortRange
 
 _GROUP = "join"
@@ -65,15 +65,16 @@ def check_join(settings: JoinSettings) -> list[Finding]:
     if not settings.join:
         return []
     head, name = parse_address(settings.join, "--join"), own_host_name(settings.name)
+    file = settings.join_token_file
+    tokens = environment_token(file, os.environ) or GivenTokens(file)
+    path = credentials_path(state_directory(settings.state_dir), head, name)
     visit = VisitSettings(
         head=head,
         name=name,
-        credentials=credentials_path(state_directory(settings.state_dir), head, name),
+        credentials=kept_certificate(path, name, tokens.at_hand()),
         ports=PortRange.parse(settings.link_ports),
         address=own_address(settings.address) if settings.address else "",
     )
-    file = settings.join_token_file
-    tokens = environment_token(file, os.environ) or GivenTokens(file)
     try:
         return findings_of(visit_head(visit, lambda: tokens.ask(Cancellation())), visit.address)
     except OtherVersionError as error:

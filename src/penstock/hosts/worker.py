@@ -47,25 +47,26 @@ def credentials_path(state: Path, head: Address, name: str) -> Path:
     return state / "worker" / f"{host.replace('/', '_')}_{port}_{name}"
 
 
-def follow_head(path: Path, host: str, token: JoinToken) -> None:
-    """Give a host's certificate the path for the address that its head has now, if it has another one there.
+def kept_certificate(path: Path, host: str, token: JoinToken | None) -> Path:
+    """Return the path of the file that has a host's certificate for its head; `path` if there is none.
 
     The head is known by its token's cluster. It has another address after a new lease of DHCP, or if a search
     in the network comes upon another of its addresses. A token may be used up by then.
 
     Args:
-        path: path of the certificate for the address of now; nothing is done if the file exists.
+        path: path of the certificate for the address of now; the file there is the right one if it exists.
         host: name of the worker's host. Hosts that share a home have their certificates in one directory.
-        token: the join token.
+        token: the join token, if it is at hand. Of several certificates of its cluster the newest is taken.
     """
-    if path.exists():
-        return
-    for other in path.parent.iterdir():
+    if token is None or path.exists():
+        return path
+    found: list[tuple[float, Path]] = []
+    for other in path.parent.glob("*"):
         with contextlib.suppress(PenstockError, OSError):  # not a certificate, or not ours to read
-            _, name, _ = read_certificate(Credentials.load(other).certificate_pem)
+            _, name, end = read_certificate(Credentials.load(other).certificate_pem)
             if (name.cluster, name.host) == (token.cluster, host):
-                other.replace(path)
-                return
+                found.append((end, other))
+    return max(found)[1] if found else path
 
 
 class Worker:
@@ -107,8 +108,9 @@ class Worker:
         """
         settings = self._settings
         make_private_directory(self._path.parent)
-        if (token := self._tokens.at_hand()) is not None:
-            follow_head(self._path, settings.name, token)
+        kept = kept_certificate(self._path, settings.name, self._tokens.at_hand())
+        with contextlib.suppress(OSError):  # there is none
+            kept.replace(self._path)  # so that a later start finds it without the token
         membership = Membership(settings.head, settings.name, self._path, self._tokens, self._tell)
         attempts = JoinAttempts(membership.join)
         with (

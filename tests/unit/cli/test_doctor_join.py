@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from clusters import Cluster
 from penstock.cli import doctor_join
 from penstock.cli.doctor_join import NO_JOIN, JoinSettings, check_join, findings_of
 from penstock.cli.findings import Finding
@@ -19,6 +20,7 @@ from penstock.hosts.network.link_measuring import StreamSpeed
 from penstock.hosts.network.port_check import CheckedPorts
 from penstock.hosts.network.scout import Dead, Survey
 from penstock.hosts.network.visiting import Visited, VisitSettings
+from penstock.hosts.worker import credentials_path
 from penstock.trust.join_token import JoinToken
 from penstock.trust.token_prompt import JOIN_TOKEN
 
@@ -163,3 +165,22 @@ def test_i2_the_token_comes_from_where_a_worker_would_take_it(
     (finding,) = check_join(JoinSettings(join="10.0.0.1", state_dir=tmp_path))
     assert (finding.level, finding.subject) == ("fail", "head")
     assert "mistyped" in finding.text
+
+
+def test_g1_the_check_takes_the_certificate_that_a_worker_would_take(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The head had another address when this host joined, and the token may be used up."""
+    cluster, visited = Cluster(tmp_path / "head"), list[Path]()
+    before = credentials_path(tmp_path, ("10.0.0.9", 7700), "desk")
+    cluster.joined("desk").save(before)
+
+    def visit(given: VisitSettings, _: object) -> Visited:
+        visited.append(given.credentials)
+        return WELL
+
+    monkeypatch.setattr(doctor_join, "visit_head", visit)
+    monkeypatch.setenv(JOIN_TOKEN, cluster.token.text())
+    check_join(JoinSettings(join="10.0.0.1:7700", name="desk", state_dir=tmp_path))
+    assert visited == [before]
+    assert before.exists(), "a check moves nothing"

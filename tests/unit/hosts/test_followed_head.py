@@ -15,6 +15,7 @@ from penstock.hosts.local_process import Descriptor
 from penstock.hosts.station import WorkerSettings
 from penstock.hosts.worker import Worker, credentials_path
 from penstock.process.link_ports import PortRange
+from penstock.trust.certificates import HOST_LIFE_S, new_key, signing_request
 from penstock.trust.credentials import Credentials
 from penstock.trust.join_token import JoinToken
 from penstock.trust.token_prompt import GivenTokens
@@ -93,3 +94,20 @@ def test_g1_a_certificate_for_the_address_is_kept(cluster: Cluster, tmp_path: Pa
     run_worker(tmp_path, cluster.token, stop)
     assert has_certificate(tmp_path, BEFORE)
     assert Credentials.load(credentials_path(tmp_path, NOW, "desk")) == made
+
+
+@pytest.mark.parametrize("newest", [0, 1])
+def test_g1_of_several_certificates_the_newest_goes_with_the_head(
+    cluster: Cluster, tmp_path: Path, stop: int, newest: int
+) -> None:
+    made: list[Credentials] = []
+    for place in range(2):
+        key, age_s = new_key(), 0.0 if place == newest else 1.1 * HOST_LIFE_S
+        cluster.wall_clock.seconds -= age_s
+        certificate = cluster.identity.sign_host(signing_request(key), "desk")
+        cluster.wall_clock.seconds += age_s
+        authority = cluster.identity.certificate_pem
+        made.append(Credentials(key_pem=key, certificate_pem=certificate, authority_pem=authority))
+        made[place].save(credentials_path(tmp_path, (f"10.0.0.{place}", 7700), "desk"))
+    run_worker(tmp_path, cluster.token, stop)
+    assert Credentials.load(credentials_path(tmp_path, NOW, "desk")) == made[newest]
