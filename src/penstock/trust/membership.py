@@ -73,15 +73,13 @@ class Membership:
         Raises:
             JoinError: the head, or this host, refuses.
             PeerError: the head cannot be reached, or does not answer in time.
-            UsageError: the token or the state directory cannot be used.
+            UsageError: the token or the state directory cannot be used; only at a first join.
             CancelledError: the join is not wanted any more.
         """
         if not self._credentials:
             return self._join_with(self._tokens.ask(cancellation), cancellation)
         try:
-            return self._rejoin(cancellation)
-        except (CertificateError, WrongClusterError) as error:
-            return self._join_with(self._other_token(error, cancellation), cancellation)
+            return self._come_back(cancellation)
         except UsageError as error:  # here or at the head, such as a full disk: a later try may succeed
             self._claimed = KeptCertificateClaim  # the disk may have no room for a newer certificate
             raise JoinError(error.message, remedy=error.remedy) from error
@@ -89,6 +87,13 @@ class Membership:
             raise
         except OSError as error:  # before a connection is tried, such as too many open files
             raise JoinError(f"this host cannot join at the moment: {error.strerror}.") from error
+
+    def _come_back(self, cancellation: Cancellation) -> JoinedHead:
+        """Join with the certificate, or with a token if that is needed again."""
+        try:
+            return self._rejoin(cancellation)
+        except (CertificateError, WrongClusterError) as error:
+            return self._join_with(self._other_token(error, cancellation), cancellation)
 
     def _rejoin(self, cancellation: Cancellation) -> JoinedHead:
         claimed, self._claimed = self._claimed, CertificateClaim

@@ -278,3 +278,27 @@ def test_r16_what_a_host_cannot_write_when_it_comes_back_may_pass(
     with pytest.raises(JoinError, match="the disk is full") as raised:
         own.join(Cancellation())
     assert not own.is_final(raised.value)
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [UsageError("the disk has no room."), OSError(errno.EMFILE, "there is no room")],
+    ids=["disk", "descriptors"],
+)
+def test_r16_a_revoked_host_with_a_token_that_has_no_room_for_its_join_tries_again(
+    desk: Desk, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise trouble
+
+    cluster.book.revoke_host("desk")
+    tokens = token_file(tmp_path, cluster.token)
+    with served(cluster, own_version()) as door:
+        own = desk.membership(door.address, tokens)
+        with monkeypatch.context() as full:
+            full.setattr(membership, "join_with_token", fail)
+            with pytest.raises(JoinError, match="no room") as raised:
+                own.join(Cancellation())
+        assert not own.is_final(raised.value)
+        own.join(Cancellation()).connection.close()
+        door.await_news(lambda: door.entered == ["desk"])
