@@ -56,7 +56,6 @@ class Membership:
         self._tokens = tokens
         self._tell = tell
         self._credentials: list[Credentials] = []  # none, or one
-        self._claimed: type[CertificateClaim] = CertificateClaim  # at the next try to rejoin
         with contextlib.suppress(FileNotFoundError):
             self._credentials.append(Credentials.load(path))
 
@@ -81,7 +80,6 @@ class Membership:
         try:
             return self._come_back(cancellation)
         except UsageError as error:  # here or at the head, such as a full disk: a later try may succeed
-            self._claimed = KeptCertificateClaim  # the disk may have no room for a newer certificate
             raise JoinError(error.message, remedy=error.remedy) from error
         except PenstockError:  # raised as it is; some of these are an OSError too
             raise
@@ -96,7 +94,14 @@ class Membership:
             return self._join_with(self._other_token(error, cancellation), cancellation)
 
     def _rejoin(self, cancellation: Cancellation) -> JoinedHead:
-        claimed, self._claimed = self._claimed, CertificateClaim
+        """Join with the certificate, and keep it if this host or the head has no room for a newer one."""
+        try:
+            return self._rejoin_by(CertificateClaim, cancellation)
+        except UsageError as error:
+            self._tell(f"{error.message} This host joins with the certificate that it has.")
+            return self._rejoin_by(KeptCertificateClaim, cancellation)
+
+    def _rejoin_by(self, claimed: type[CertificateClaim], cancellation: Cancellation) -> JoinedHead:
         head = rejoin(
             self._head,
             self._credentials[0],
