@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -69,3 +70,67 @@ print(torch._meta_registrations.__name__)
 """
 
     assert _printed(program) == ["True", "False", "torch._meta_registrations"]
+
+
+# Each program runs a process until its imports are over.
+_PROCESSES = {
+    "rank": """
+from penstock.rank.process import live
+live(Rank(), None, control)
+""",
+    "spare": """
+from penstock.rank.spare import _import_rank
+_import_rank(0)
+""",
+    "drafter": """
+from penstock.drafting import drafter_process
+drafter_process.enter_child = lambda *given: None
+try:
+    drafter_process._serve(SimpleNamespace(drafter=SimpleNamespace(rank=Rank())), None, None)
+except Over:
+    pass
+""",
+    "measure": """
+from penstock.planner import measure
+measure.enter_child = lambda *given: None
+measure.ControlReader.inherited = lambda options: control
+measure._measure(SimpleNamespace(measure=SimpleNamespace(rank=Rank())), None, None)
+""",
+}
+
+
+@pytest.mark.parametrize("process", _PROCESSES.values(), ids=_PROCESSES)
+def test_each_process_that_only_runs_a_model_imports_torch_so(process: str) -> None:
+    program = f"""import sys
+from types import SimpleNamespace
+
+class Over(Exception): ...
+
+class Rank:
+    name, threads = "rank 0", 1
+
+    def __getattr__(self, name):
+        raise Over
+
+control = SimpleNamespace(await_model=lambda rank: None)
+{process}
+print("torch" in sys.modules, "torch._meta_registrations" in sys.modules)
+"""
+
+    assert _printed(program) == ["True", "False"]
+
+
+def test_such_a_process_surveys_a_model_of_transformers(tmp_path: Path) -> None:
+    program = f"""{_IMPORT}
+from pathlib import Path
+from transformers import GPT2Config
+from penstock.families.registry import load_spec
+from penstock.models.transformers_survey import survey
+directory = Path({str(tmp_path)!r})
+sizes = dict(n_layer=1, n_embd=8, n_head=2, vocab_size=16, bos_token_id=0, eos_token_id=0)
+GPT2Config(**sizes, architectures=["GPT2LMHeadModel"]).save_pretrained(directory)
+print("torch._meta_registrations" in sys.modules)
+print(survey(directory, load_spec(directory, "transformers"), torch.float32, 32).layers_path)
+"""
+
+    assert _printed(program) == ["False", "transformer.h"]
