@@ -255,8 +255,9 @@ class KVTransfer:
 
     def _forget(self, names: Sequence[bytes]) -> None:
         if ALL_BLOCKS in names:
-            self._store.discard_all()
-        self._store.release([key for name in names if name for key in self._all_keys(name)])
+            self._store.discard_all()  # names beside it have nothing left to release
+        else:
+            self._store.release([key for name in names for key in self._all_keys(name)])
 
     def _load(self, orders: Sequence[TierOrder]) -> None:
         """Load layer by layer, so that a step can run the first layers while the others come."""

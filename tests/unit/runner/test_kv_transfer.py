@@ -402,7 +402,7 @@ def test_h16_a_flush_of_the_store_writes_nothing_back() -> None:
     with transfer(store, layers(seed=1), tier=tier) as one:
         one.submit_orders(stores(0))
         assert answers(one) == {0: True}
-        one.forget_blocks([ALL_BLOCKS])
+        one.forget_blocks([ALL_BLOCKS, NAMES[0]])
         one.submit_orders([TierOrder(1, False, 1, NAMES[1])])
         assert answers(one) == {1: True}
         assert store.records == {}
