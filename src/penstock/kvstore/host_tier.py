@@ -141,12 +141,10 @@ class HostTier(GuardedStore):
         return super().clear(prefix, seconds)
 
     def close(self) -> None:
-        """Write the payloads that the store does not have to it, and close it."""
+        """Write the payloads that the store does not have to it, and close it; no other call may run."""
         with self._memory_lock:
             unwritten = {key: self._payloads[key] for key in self._payloads if key in self._unwritten}
-            self._payloads.clear()
-            self._unwritten.clear()
-            self._num_bytes = 0
+        self.discard_all()
         self._write(unwritten)
         super().close()
 
