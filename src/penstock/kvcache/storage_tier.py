@@ -30,9 +30,11 @@ from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.host_names import AnyHostNames, HostNames, NoHostNames, OnlyHostNames
 from penstock.kvcache.prefetching import LoadedBlocks, Prefetching, PrefetchPatience
 from penstock.kvcache.store_sites import StoreSites
-from penstock.kvcache.stored_names import MOST_NAMES, Catalogue, Emptying, StoreCalls, StoredNames
+from penstock.kvcache.stored_names import Catalogue, Emptying, StoreCalls, StoredNames
 from penstock.kvcache.tier_orders import TierOrders
 from penstock.kvcache.write_back import WriteBack
+
+MOST_NAMES = 1 << 18  # of stored blocks that a core keeps, or twice its pool's blocks if more; some 40 MB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,6 @@ from penstock.batch import EntryAnswers, EntryCall, StoreUse
 from penstock.errors import ErrorInfo
 from penstock.kvcache.store_sites import StoreSites
 
-MOST_NAMES = 1 << 18  # that a core keeps of a store, or twice as many as its pool has blocks; some 40 MB
-
 
 class Emptying(Protocol):
     """The deletion of a model's blocks in a store, which another thread carries out until `is_done`."""
@@ -130,7 +128,7 @@ class StoredNames:
         max_names: names that are kept here.
     """
 
-    def __init__(self, catalogue: Catalogue, max_names: int = MOST_NAMES) -> None:
+    def __init__(self, catalogue: Catalogue, max_names: int) -> None:
         self._catalogue = catalogue
         self._max_names = max_names
         self._stored: OrderedDict[bytes, None] = OrderedDict()  # that this core knows of; longest known first

@@ -7,8 +7,15 @@ import random
 import pytest
 
 from fake_catalogue import FakeCatalogue
-from penstock.batch import ALL_BLOCKS
+from fakes import PLAIN_TIERS, FakeClock
+from penstock.batch import ALL_BLOCKS, OrderResult
+from penstock.kvcache import storage_tier
+from penstock.kvcache.allocator import BlockAllocator
+from penstock.kvcache.block_pool import BlockPool
+from penstock.kvcache.eviction import eviction_order
 from penstock.kvcache.host_names import HostNames, OnlyHostNames
+from penstock.kvcache.prefix_cache import PrefixCache
+from penstock.kvcache.storage_tier import StorageTier
 from penstock.kvcache.stored_names import StoredNames
 
 NAMES = [bytes([number]) * 32 for number in range(30)]
@@ -85,7 +92,7 @@ def test_h9_a_load_that_is_larger_than_memory_leaves_it_full() -> None:
 
 def test_h1_without_a_store_what_is_given_up_is_struck_and_not_loaded() -> None:
     catalogue = FakeCatalogue()
-    stored = StoredNames(catalogue)
+    stored = StoredNames(catalogue, 100)
     memory = OnlyHostNames(2, stored)
     for number in range(3):
         store(memory, number)
@@ -160,12 +167,38 @@ def test_r6_a_core_keeps_so_many_names_of_a_store_and_the_newest_ones() -> None:
     assert catalogue.names == set(NAMES[:3]), "the store has them all the same"
 
 
+@pytest.mark.parametrize(("num_blocks", "most"), [(1, 4), (2, 4), (3, 6)])
+def test_r6_a_core_keeps_names_of_twice_its_pool_if_that_is_more(
+    num_blocks: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_tier, "MOST_NAMES", 4)
+    blocks = BlockAllocator(BlockPool(num_blocks, PrefixCache(num_blocks, eviction_order("lru"))), 1)
+    tier = StorageTier(blocks, FakeCatalogue(), FakeClock(), PLAIN_TIERS)
+
+    def is_stored_anew(name: bytes) -> bool:
+        blocks.attach(0, [])
+        block = blocks.grow(0, 1)
+        assert block is not None
+        blocks.name(0, 0, [name])
+        tier.store_named(block, [name])
+        orders = tier.take_orders()
+        tier.settle_orders([OrderResult(order.order, "done") for order in orders])
+        blocks.free(0)
+        blocks.forget([name])
+        return len(orders) == 1
+
+    assert all(is_stored_anew(name) for name in NAMES[:most])
+    assert not any(is_stored_anew(name) for name in NAMES[:most])
+    assert is_stored_anew(NAMES[most])
+    assert [is_stored_anew(name) for name in NAMES[:2]] == [True, True], "the oldest is forgotten each time"
+
+
 class Ranks:
     """Host memory of ranks that take plans at their own pace, as `runner.kv_transfer` does."""
 
     def __init__(self, num_blocks: int, num_ranks: int) -> None:
         self.catalogue = FakeCatalogue()
-        self.stored = StoredNames(self.catalogue)
+        self.stored = StoredNames(self.catalogue, 100)
         self.memory = OnlyHostNames(num_blocks, self.stored)
         self.parts: list[set[bytes]] = [set() for _ in range(num_ranks)]
         self.plans: list[tuple[list[bytes], list[bytes]]] = []  # of this epoch: given up, and ordered
