@@ -2,8 +2,9 @@
 
     python benchmarks/import_cost.py --rounds 12
 
-Each import has an interpreter of its own. Prints medians of CPU time and of resident memory, and the ratio of
-the rank's way to all of torch, with its interval. The control is a second process that imports all of torch.
+Each import has an interpreter of its own. Prints medians of CPU time and of the memory that the process
+shares with no other, and the ratio of the rank's way to all of torch, with its interval. The control is a
+second process that imports all of torch.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ SUBJECTS = {
 }
 REPORT = """
 import json, os, time
-pages = open("/proc/self/statm").read().split()
-own_pages = int(pages[1]) - int(pages[2])
-print(json.dumps([time.process_time(), own_pages * os.sysconf("SC_PAGE_SIZE") / 2**20]), flush=True)
+seconds = time.process_time()
+from penstock.rank.spare import own_bytes
+print(json.dumps([seconds, own_bytes() / 2**20]), flush=True)
 os._exit(0)
 """
 
