@@ -215,10 +215,9 @@ class GatheredHosts:
                 self._let_in(worker)
             except OSError as error:  # such as no descriptor; the worker comes back
                 self._voices.tell(
-                    f"the worker {worker.host} cannot be let in at the moment: {error.strerror}"
+                    f"the worker {worker.host} cannot be let in at the moment: {error.strerror or error}"
                 )
-                worker.wire.close()
-                self._gate.leave(worker.host)
+                self._gate.send_away(worker)
 
     def _has_place(self, host: str) -> bool:
         is_missing = len(self._workers_there) < self._num_workers
@@ -334,8 +333,7 @@ class GatheredHosts:
                 "engine runs."
             )
         worker.wire.send(NotNeeded())
-        worker.wire.close()
-        self._gate.leave(worker.host)
+        self._gate.send_away(worker)
 
     def _new_host(self, worker: JoinedWorker) -> RemoteHost:
         return RemoteHost(

@@ -130,6 +130,11 @@ class WorkerGate:
         """Free the name of a host whose connection has ended, so that the host can join again."""
         self._connected.leave(host)
 
+    def send_away(self, worker: JoinedWorker) -> None:
+        """Close the connection to a worker, which can join again."""
+        worker.wire.close()
+        self.leave(worker.host)
+
     def close(self) -> None:
         """Stop the thread and the door, so that no worker joins any more; close connections not yet taken."""
         self._is_over.set()

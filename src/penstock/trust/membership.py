@@ -84,7 +84,7 @@ class Membership:
         except PenstockError:  # raised as it is; some of these are an OSError too
             raise
         except OSError as error:  # before a connection is tried, such as too many open files
-            raise JoinError(f"this host cannot join at the moment: {error.strerror}.") from error
+            raise JoinError(f"this host cannot join at the moment: {error.strerror or error}.") from error
 
     def _come_back(self, cancellation: Cancellation) -> JoinedHead:
         """Join with the certificate, or with a token if that is needed again."""

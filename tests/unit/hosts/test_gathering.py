@@ -241,18 +241,23 @@ def test_r16_a_worker_for_which_the_head_has_no_descriptor_comes_back_and_the_en
 ) -> None:
     made: list[RemoteHost] = []
 
+    def fail(*given: Any, **named: Any) -> RemoteHost:
+        monkeypatch.setattr(gathering, "RemoteHost", make)
+        raise OSError("an error without a number")
+
     def make(*given: Any, **named: Any) -> RemoteHost:
         monkeypatch.setattr(gathering, "RemoteHost", RemoteHost)
         with no_descriptor_left():
             made.append(RemoteHost(*given, **named))
         raise AssertionError("there was a descriptor")
 
-    monkeypatch.setattr(gathering, "RemoteHost", make)
+    monkeypatch.setattr(gathering, "RemoteHost", fail)
     joining.start_worker()
     joining.gathered.gather([])
     assert joining.gathered.hosts.names_there == ["tower", "desk"]
     assert made == []
-    assert "the worker desk cannot be let in at the moment: Too many open files" in joining.told
+    for why in ("an error without a number", "Too many open files"):
+        assert f"the worker desk cannot be let in at the moment: {why}" in joining.told
 
 
 def test_r15_a_broken_connection_is_made_anew_and_the_host_is_not_lost(joining: Joining) -> None:

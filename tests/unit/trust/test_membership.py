@@ -278,8 +278,12 @@ def test_r16_what_a_host_cannot_write_when_it_comes_back_may_pass(
 
 @pytest.mark.parametrize(
     "trouble",
-    [UsageError("the disk has no room."), OSError(errno.EMFILE, "there is no room")],
-    ids=["disk", "descriptors"],
+    [
+        UsageError("the disk has no room."),
+        OSError(errno.EMFILE, "there is no room"),
+        OSError("there is no room"),
+    ],
+    ids=["disk", "descriptors", "unnumbered"],
 )
 def test_r16_a_revoked_host_with_a_token_that_has_no_room_for_its_join_tries_again(
     desk: Desk, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: Exception
