@@ -117,15 +117,17 @@ def _parties(epoch: int, own: Place, peer: Place, route: Route) -> Parties:
 
 def _common_kind(need: Need, accepting: RankHost, joining: Sequence[RankHost]) -> str:
     """Return, of the kinds that all hosts offer, the one that the accepting host names first."""
-    offers = [(accepting, accepting.offers(need, host.name)) for host in joining]
-    offers += [(host, host.offers(need, accepting.name)) for host in joining]
-    first, *others = (kinds for _, kinds in offers)
+    offers = {(accepting.name, host.name): accepting.offers(need, host.name) for host in joining}
+    offers |= {(host.name, accepting.name): host.offers(need, accepting.name) for host in joining}
+    first, *others = offers.values()
     kind = next((kind for kind in first if all(kind in kinds for kinds in others)), None)
     if kind is None:
-        said = "; ".join(f"{host.name} offers {', '.join(kinds) or 'none'}" for host, kinds in offers)
+        said = "; ".join(
+            f"{host} offers {', '.join(kinds) or 'none'} to {peer}" for (host, peer), kinds in offers.items()
+        )
         raise PeerError(
             f"no connection for a {type(need).__name__} is possible between {accepting.name} and "
-            f"{', '.join(host.name for host in joining)}: {said}.",
+            f"{', '.join(dict.fromkeys(host.name for host in joining))}: {said}.",
             remedy="Keep the ranks of a stage on one host, and run the same Penstock version on all hosts.",
         )
     return kind

@@ -49,10 +49,26 @@ def test_the_accepting_hosts_first_choice_that_the_other_offers_is_taken(make_ho
 
 def test_hosts_without_a_common_kind_are_refused_by_name(make_host: MakeHost) -> None:
     attic, cellar = make_host("attic", "wire"), make_host("cellar")
-    with pytest.raises(PeerError, match="attic and cellar: attic offers wire; cellar offers none") as caught:
+    with pytest.raises(PeerError) as caught:
         connect(LINK, attic, cellar)
+    words = "between attic and cellar: attic offers wire to cellar; cellar offers none to attic."
+    assert words in caught.value.message
     assert caught.value.remedy
     assert attic.made == cellar.made == []
+
+
+def test_a_refusal_names_each_offer_once(make_host: MakeHost) -> None:
+    attic, cellar, shed = (
+        make_host("attic", "wire"),
+        make_host("cellar", "wire", "tcp"),
+        make_host("shed", "tcp"),
+    )
+    with pytest.raises(PeerError) as caught:
+        connect(MeetingNeed(num_ranks=5), attic, cellar, cellar, shed, shed)
+    assert caught.value.message.endswith(
+        "between attic and cellar, shed: attic offers wire to cellar; attic offers wire to shed; "
+        "cellar offers wire, tcp to attic; shed offers tcp to attic."
+    )
 
 
 def test_a_ring_does_not_reach_another_host(make_host: MakeHost) -> None:
