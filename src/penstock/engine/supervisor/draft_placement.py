@@ -76,12 +76,13 @@ def require_mtp(config: EngineConfig, spec: ModelSpec, directory: Path) -> None:
     """Raise `UsageError` if the model's own MTP layer is to guess tokens, but the model has no such layer."""
     if config.speculation.method != "mtp":
         return
-    own = "" if spec.implementation == "penstock" else ", with the layers of transformers"
-    missing = f"{spec.architecture}{own} has no MTP layer"
+    by = "" if spec.implementation == "penstock" else " when it runs with the layers of transformers"
+    missing = f"{spec.architecture} has no MTP layer{by}"
     if spec.has_mtp:
-        if f"model.layers.{spec.num_layers}.eh_proj.weight" in Checkpoint(directory).names:
+        needed = f"model.layers.{spec.num_layers}.eh_proj.weight"
+        if needed in Checkpoint(directory).names:
             return
-        missing = f"the checkpoint has no tensors of a layer {spec.num_layers}, its MTP layer"
+        missing = f"the checkpoint has no tensor {needed}, which the MTP layer needs"
     raise UsageError(
         f"speculative_method is mtp, but {missing}.",
         remedy="Use --speculative-method suffix, or give a draft model with --speculative-model.",
@@ -150,7 +151,7 @@ def _require_same_vocabulary(
     difference = vocabulary_difference(directory, draft_directory)
     has_both = all(vocabulary_file(each) is not None for each in (directory, draft_directory))
     if not difference and not has_both and spec.vocab_size != draft_spec.vocab_size:
-        difference = f"{spec.vocab_size} tokens against {draft_spec.vocab_size} in the draft model"
+        difference = f"the served model has {spec.vocab_size} tokens, the draft model {draft_spec.vocab_size}"
     if difference:
         raise UsageError(
             f"the draft model {model} has a different vocabulary: {difference}.",

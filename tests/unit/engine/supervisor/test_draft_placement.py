@@ -9,10 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from penstock.config.engine import EngineConfig, ModelConfig, ModelImpl, ParallelConfig, SchedulerConfig
 from penstock.config.speculation import SpeculationConfig
+from penstock.engine.supervisor.draft_placement import require_mtp
 from penstock.engine.supervisor.launch import resolve, resolve_replicas
 from penstock.errors import ModelConfigError, NotEnoughMemoryError, UsageError
+from penstock.families.registry import load_spec
 from penstock.hosts.resources import HostResources
 from penstock.process.config import DrafterConfig
 
@@ -145,8 +147,23 @@ def test_another_vocabulary_is_refused(model: str, tmp_path: Path) -> None:
 def test_without_tokenizers_the_sizes_must_agree(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", None)
     assert drafter_of(config_of(model, write_model(tmp_path / "same", None)))
-    with pytest.raises(UsageError, match="96 tokens against 97 in the draft model"):
+    with pytest.raises(UsageError, match="the served model has 96 tokens, the draft model 97"):
         drafter_of(config_of(model, write_model(tmp_path / "longer", None, vocab_size=97)))
+
+
+@pytest.mark.parametrize(
+    ("model_impl", "words"),
+    [
+        ("penstock", "but LlamaForCausalLM has no MTP layer."),
+        ("transformers", "has no MTP layer when it runs with the layers of transformers."),
+    ],
+)
+def test_a_model_without_an_mtp_layer_is_refused(model: str, model_impl: ModelImpl, words: str) -> None:
+    speculation = SpeculationConfig(speculative_method="mtp")
+    config = EngineConfig(model=ModelConfig(model=model), speculation=speculation)
+    with pytest.raises(UsageError) as raised:
+        require_mtp(config, load_spec(Path(model), model_impl), Path(model))
+    assert raised.value.message.endswith(words)
 
 
 def test_a_directory_without_a_model_is_refused_by_name(model: str, tmp_path: Path) -> None:
