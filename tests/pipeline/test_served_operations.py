@@ -238,7 +238,8 @@ def test_d18_g4_a_pause_and_its_end_while_a_rank_is_late_or_lost(
     server: Operated, mode: str, hows: tuple[tuple[str, int], tuple[str, int]]
 ) -> None:
     server.operate("/slow_down?interval_ms=20")
-    load = Load(server, num_tokens=NUM_TOKENS if mode == "abort" else 60)  # what is aborted must not end before
+    # What a pause aborts must not end before it, however busy the machine is.
+    load = Load(server, num_tokens=NUM_TOKENS if mode == "abort" else 60)
     (paused,) = disturbed_while_open(server, hows[0], (f"/pause?mode={mode}", True))
     assert paused["is_paused"]
     assert_complete(server, paused["replicas"])

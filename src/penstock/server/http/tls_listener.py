@@ -11,9 +11,8 @@ that never finish it. Here connections count from the first moment:
 
 After the handshake `http_protocol` has the connection, with all of its bounds. Bytes that wait to be sent are
 counted before their encryption. A client that takes less than 64 KiB in `write_timeout_s`, while more than
-512 KiB wait, therefore counts as one that takes nothing. `num_queued` shows whether
-encrypted bytes wait. A client that speaks plain HTTP gets no answer that it could read; the log says so. Used
-by `api_process`.
+512 KiB wait, therefore counts as one that takes nothing. `num_queued` shows whether encrypted bytes wait. A
+client that speaks plain HTTP gets no answer that it could read; the log says so. Used by `api_process`.
 """
 
 from __future__ import annotations
