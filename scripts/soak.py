@@ -120,9 +120,11 @@ def shard_of(weights: Mapping[str, int], index: int, count: int) -> list[str]:
 def command_of(part: str) -> list[str]:
     if part == MUTANTS:
         return [sys.executable, part]
+    # On a busy machine some tests compute for minutes; to show where they are may end the interpreter.
+    pytest = [sys.executable, "-m", "pytest", "-o", "faulthandler_timeout=900"]
     if part == NO_COMPILER:
-        return [sys.executable, "-m", "pytest", "-m", "not gpu and not doors", *COMPUTING]
-    return [sys.executable, "-m", "pytest", "-m", MARKS, part]
+        return [*pytest, "-m", "not gpu and not doors", *COMPUTING]
+    return [*pytest, "-m", MARKS, part]
 
 
 def variables_of(part: str) -> dict[str, str]:
