@@ -139,13 +139,10 @@ class GrammarRows(NoGrammars):
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="grammar-mask")
 
     def open(self) -> None:
-        """Start the threads, and open the vocabulary, before the first request needs them.
+        """Open the vocabulary before the first request needs it, which may take a second.
 
-        If the vocabulary, which may take a second, cannot be opened, the next build tries again, and each
-        request with a grammar gets the error. A thread that cannot be started later would end the rank.
+        If that fails, the next build tries again, and each request with a grammar gets the error.
         """
-        for pool in (self._building, self._masking):
-            pool.submit(int)  # a pool starts its thread with its first work, and keeps it
         with contextlib.suppress(PenstockError):
             self._vocabulary.get()
 

@@ -211,21 +211,6 @@ def test_a_vocabulary_that_cannot_be_opened_fails_grammars_and_not_the_rank() ->
     grammars.close()
 
 
-def test_a_moment_without_threads_does_not_end_the_rank(
-    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    grammars = GrammarRows(VOCAB_SIZE, lambda: vocabulary)
-    grammars.open()
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    grammars.add(new_row(0, AB))
-    assert told(grammars).built == [number_of(AB)]
-    assert masks(grammars, [0])[0]
-    grammars.close()
-
-
 def test_a_limit_that_others_have_used_up_is_nobody_elses(
     vocabulary: Vocabulary, grammars: GrammarRows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
