@@ -21,10 +21,17 @@ from penstock.engine.stats import CoreStats, StageMemory
 from penstock.errors import ModelChangedError, UnavailableError
 from penstock.scheduler.stats import SpeculationStats
 from penstock.server import api_process
-from penstock.server.api_process import HttpServer
 from penstock.server.http.lifecycle import Interruptible
 from penstock.server.routes import health
 from penstock.trace.phases import Phase
+from slow_clients import (
+    SIX_MB,
+    noted_at_shutdown,
+    slow_client,
+    stop_and_let_drain,
+    take_all,
+    wait_until_written,
+)
 
 TEXT = "/v1/completions"
 
@@ -453,38 +460,22 @@ def test_a_request_accepted_before_the_signal_is_served_though_its_body_comes_af
 @contextmanager
 def _unread_answer(live: LiveServer) -> Iterator[socket.socket]:
     """A client whose answer of 6 MB is complete, and who has taken none of it."""
-    asked = {"prompt": ["\0" * 4000] * 2, "n": 128, "echo": True, "max_tokens": 0}
-    with socket.socket() as slow:
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
-        slow.settimeout(20)
-        slow.connect(("127.0.0.1", live.port))
-        slow.sendall(post_bytes(TEXT, asked, "Connection: close\r\n"))
-        live.wait_for(lambda: "status=200" in live.log.getvalue())
+    with slow_client(live) as slow:
+        slow.sendall(post_bytes(TEXT, SIX_MB, "Connection: close\r\n"))
+        wait_until_written(live)
         yield slow
 
 
 def test_r11_drain_lets_a_slow_client_take_the_rest_of_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it is written, and the request has ended, when the server is told to."""
-    unsent: list[int] = []  # when connections are closed
-    shut_down = HttpServer.shutdown
-
-    async def note_and_shut_down(server: HttpServer, sockets: list[socket.socket] | None = None) -> None:
-        connections = server.server_state.connections
-        unsent.append(sum(each.transport.get_write_buffer_size() for each in connections))
-        await shut_down(server, sockets)
-
-    monkeypatch.setattr(HttpServer, "shutdown", note_and_shut_down)
+    unsent = noted_at_shutdown(monkeypatch, lambda transport: transport.get_write_buffer_size())
     with LiveServer(config=ServerConfig(drain_s=20.0)) as live, _unread_answer(live) as slow:
-        live.stop()
-        live.wait_for(lambda: "draining running=0" in live.log.getvalue())
-        for _ in range(20):
-            live.call(lambda: None)  # a turn of its loop
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
-        received = b"".join(iter(lambda: slow.recv(1 << 20), b""))
+        stop_and_let_drain(live)
+        body = take_all(slow)
         live.join()
-    choices = json.loads(received.partition(b"\r\n\r\n")[2])["choices"]
+    choices = json.loads(body)["choices"]
     assert {choice["text"] for choice in choices} == {"\0" * 4000}
-    assert (len(choices), unsent) == (256, [0])
+    assert (len(choices), list(map(sum, unsent))) == (256, [0])
 
 
 def test_drain_gives_a_client_up_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,10 +488,7 @@ def test_drain_gives_a_client_up_that_takes_nothing(monkeypatch: pytest.MonkeyPa
 def test_a_second_signal_waits_for_no_slow_client(monkeypatch: pytest.MonkeyPatch) -> None:
     with LiveServer(config=ServerConfig(drain_s=3600.0)) as live, _unread_answer(live):
         monkeypatch.setattr(api_process, "CLOSE_S", 3600.0)
-        live.stop()
-        live.wait_for(lambda: "draining running=0" in live.log.getvalue())
-        for _ in range(20):
-            live.call(lambda: None)  # a turn of its loop
+        stop_and_let_drain(live)
         assert "drained" not in live.log.getvalue()
         live.stop()
         live.wait_for(lambda: "drained ended_early=0" in live.log.getvalue())

@@ -18,8 +18,15 @@ from fake_engine import FakeEngine
 from live_server import LiveServer, events, post_bytes
 from penstock.config.limits import ConnectionLimits
 from penstock.config.server import ServerConfig
-from penstock.server.api_process import HttpServer
 from penstock.server.http.tls_listener import num_queued
+from slow_clients import (
+    SIX_MB,
+    noted_at_shutdown,
+    slow_client,
+    stop_and_let_drain,
+    take_all,
+    wait_until_written,
+)
 
 NEVER_S = 3600.0
 PROMPT = {"prompt": "abcdef", "max_tokens": 4}
@@ -235,31 +242,16 @@ def test_r11_drain_lets_a_slow_client_take_the_rest_of_its_answer(
     certificate: Certificate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of it is written and encrypted, and the request has ended, when the server is told to."""
-    queued: list[int] = []  # when connections are closed
-    shut_down = HttpServer.shutdown
-
-    async def note_and_shut_down(server: HttpServer, sockets: list[socket.socket] | None = None) -> None:
-        queued.extend(num_queued(each.transport) for each in server.server_state.connections)
-        await shut_down(server, sockets)
-
-    monkeypatch.setattr(HttpServer, "shutdown", note_and_shut_down)
-    asked = {"prompt": ["\0" * 4000] * 2, "n": 128, "echo": True, "max_tokens": 0}
-    with https(certificate) as server, socket.socket() as raw:
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
-        raw.settimeout(20)
-        raw.connect(("127.0.0.1", server.port))
+    queued = noted_at_shutdown(monkeypatch, num_queued)
+    with https(certificate) as server, slow_client(server) as raw:
         with certificate.trusting().wrap_socket(raw, server_hostname="127.0.0.1") as slow:
-            slow.sendall(post_bytes("/v1/completions", asked))
-            server.wait_for(lambda: "status=200" in server.log.getvalue())
-            server.stop()
-            server.wait_for(lambda: "draining running=0" in server.log.getvalue())
-            for _ in range(20):
-                server.call(lambda: None)  # a turn of its loop
-            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
-            received = b"".join(iter(lambda: slow.recv(1 << 20), b""))
+            slow.sendall(post_bytes("/v1/completions", SIX_MB))
+            wait_until_written(server)
+            stop_and_let_drain(server)
+            body = take_all(slow)
         server.join()
-    assert len(json.loads(received.partition(b"\r\n\r\n")[2])["choices"]) == 256
-    assert queued == [0]
+    assert len(json.loads(body)["choices"]) == 256
+    assert queued == [[0]]
 
 
 def test_the_server_ends_though_a_handshake_hangs(certificate: Certificate) -> None:

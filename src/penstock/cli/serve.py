@@ -28,7 +28,7 @@ from penstock.config.engine import EngineConfig
 from penstock.config.server import ServerConfig
 from penstock.engine.supervisor.reports import Notice, Reporter
 from penstock.errors import UsageError
-from penstock.process.output_thread import DROPPED, OutputThread
+from penstock.process.output_thread import DROPPED, OutputThread, dropped_text
 
 Run = Callable[[EngineConfig, ServerConfig, Reporter], int]
 
@@ -61,8 +61,8 @@ def start(model: str | None, given: Mapping[str, Any], invocation: Invocation, r
     engine = configured_engine(given, model)
     server = structs.replace(configured_server(given), settings=shown_to_clients(given))
     is_json = server.log_format == "json"
-    words: dict[str, Any] = {"dropped_line": _dropped_as_json} if is_json else {}
-    with closing(OutputThread(invocation.stdout, invocation.stderr, **words)) as output:
+    dropped_line = _dropped_as_json if is_json else dropped_text
+    with closing(OutputThread(invocation.stdout, invocation.stderr, dropped_line)) as output:
         beside = invocation.beside(output)
         reporter: Reporter = ServeReporter(beside, engine, server)
         return run(engine, server, JsonReporter(beside.stdout) if is_json else reporter)

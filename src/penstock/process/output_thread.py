@@ -28,6 +28,11 @@ class _Text(NamedTuple):
     text: str
 
 
+def dropped_text(count: int) -> str:
+    """Return the line that says how many texts were not written, as plain text."""
+    return f"{DROPPED}: {count}\n"
+
+
 class OutputThread:
     """Writes texts in their order; a caller never waits for a text to be written.
 
@@ -44,7 +49,7 @@ class OutputThread:
         self,
         stdout: TextIO,
         stderr: TextIO,
-        dropped_line: Callable[[int], str] = lambda count: f"{DROPPED}: {count}\n",
+        dropped_line: Callable[[int], str] = dropped_text,
         max_waiting: int = MAX_WAITING,
     ) -> None:
         self._stdout = PlainStream.of(stdout)
