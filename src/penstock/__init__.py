@@ -1,4 +1,4 @@
-"""A server of large language models through a pipeline. `from penstock import LLM, SamplingParams`."""
+"""An engine that serves large language models in a pipeline. `from penstock import LLM, SamplingParams`."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

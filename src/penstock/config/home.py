@@ -1,4 +1,4 @@
-"""Paths with `~` for the home directory, also where there is none, as in a container.
+"""Expands `~` in paths, even where there is no home directory, as in a container.
 
 Used for folders that Penstock needs. Where a folder may be absent, `os.path.expanduser` is enough.
 """

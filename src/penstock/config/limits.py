@@ -1,4 +1,4 @@
-"""Bounds of what clients may ask: of one request, of structured output, and of connections.
+"""Limits for clients: for one request, for structured output, and for connections.
 
 The constants `MAX_...` bound what one request may ask of the engine; a user can set a field of `Limits` no
 higher. `config.server` has the limits in force; `server.http.limits` and the readers of `server.openai` apply

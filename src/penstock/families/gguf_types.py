@@ -1,4 +1,4 @@
-"""Which types of tensors a GGUF file may have: those that are computed with, and those that become floats.
+"""Which types of tensors a GGUF file may have: those used as they are, and those converted to floats.
 
 Called by `families.gguf_config` before a family reads the configuration. Torch-free. The package `gguf`
 decodes some of the types; this module looks whether it is installed and does not import it.

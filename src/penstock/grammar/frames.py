@@ -1,4 +1,4 @@
-"""The frames that pass over pipes between `grammar.proving` and the process in which it tries grammars."""
+"""The messages between `grammar.proving` and the process in which it tries grammars, with their lengths."""
 
 from __future__ import annotations
 

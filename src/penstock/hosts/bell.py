@@ -1,4 +1,4 @@
-"""The objects that a loop polls as long as it runs: a bell to wake it, and a connection that may change."""
+"""The objects that a loop polls until it ends: a bell to wake it, and a connection that may change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The likeliest tokens (candidates) of each row, where the ranks of a group share out the vocabulary.
+"""The likeliest tokens (candidates) of each row, where the ranks of a group divide the vocabulary.
 
 Each rank answers for its own ids. The ranks exchange a few numbers for each row, and then every rank has the
 answer for all ids. They exchange whole logits only for rows that want them. Called by `layers.embedding`.

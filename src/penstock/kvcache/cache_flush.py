@@ -1,4 +1,4 @@
-"""A flush of the cache, which is done when all copies that were under way at its beginning are over [H16].
+"""A flush of the cache, which ends when all copies that were under way at its beginning have ended [H16].
 
     asked ── pool: nothing is found any more ──▶ all open orders answered, or lost ──▶ done
                                                          └── store emptied as well ──▶ done

@@ -1,4 +1,4 @@
-"""The metadata of a stored record: its key and size; and iteration over a few records at a time."""
+"""The metadata of a stored record (key and size), and a walk over many records, a few at a time."""
 
 from __future__ import annotations
 

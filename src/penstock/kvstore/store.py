@@ -1,4 +1,4 @@
-"""The storage tier (L3) of the KV cache, as its users see it: records by key, and stores by address.
+"""The storage tier (L3) of the KV cache, as its users see it: records by key, in a store that a URL names.
 
     lmdb:///path, /path        an LMDB directory on this machine, shared by its processes   `lmdb_store`
     s3:// gs:// az:// file://  objects in a bucket or a directory, shared by machines       `object_store`

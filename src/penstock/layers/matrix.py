@@ -1,4 +1,4 @@
-"""The weight of a projection in the form in which it is multiplied: held once, in no other form.
+"""The weight of a projection in the form in which it is multiplied: held once, in that form only.
 
 A plain weight is a parameter of the module that uses it. The matrices here are weights in other forms: packed
 for our kernels, quantised, or prepacked for oneDNN where there are no kernels. `layers.compute` chooses the

@@ -1,4 +1,4 @@
-"""GGUF files by their names: which are parts of one model, which quantisation they have, which one is meant.
+"""Tells from names of GGUF files which are parts of one model, their quantisation, and which a user means.
 
 The names are those of files on disk, or of files in a repository on the hub. No file is opened.
 """

@@ -1,4 +1,4 @@
-"""The steps in flight, as a queue with `depth` slots: at least one for each stage.
+"""The queue in which the core keeps the plans in flight: `depth` slots, at least one for each stage.
 
 Step n is in slot `n % depth` from its submission until its result has been settled. Steps enter and leave in
 order, so the occupied slots always follow one another, where the first slot follows the last:

@@ -1,4 +1,4 @@
-"""The steps in flight as they were planned, and the newest step whose result has come.
+"""The steps in flight as the scheduler planned them, and the newest step whose result has come.
 
 The scheduler issues a plan here and settles it when its result has come, in step order. Decides nothing.
 """

@@ -1,4 +1,4 @@
-"""Computes when simulated stages work on a plan, by one scan over the stages for every plan that is sent.
+"""Computes when simulated stages work on a plan, by one scan over the stages for each plan.
 
     start at stage s  =  max(end at stage s - 1 + wire,  end of the plan before at stage s)
 

@@ -1,4 +1,4 @@
-"""The guesses of a drafter for one request, compared with the tokens that then come.
+"""The guesses of a drafter for one request, compared with its tokens as they come.
 
 A guess is compared even if it was not sent. So the chance that a guess is right is measured at no cost. Pure.
 """

@@ -1,4 +1,4 @@
-"""Finds out how a model writes calls and reasoning from how its chat template writes earlier answers.
+"""Finds the form of a model's calls and reasoning in its chat template, which writes earlier answers so.
 
 A template writes former answers as the model was trained to write them. So a call with arguments of several
 types is rendered, and each row of `form_table` tries to read it: the first row whose reader gives back the

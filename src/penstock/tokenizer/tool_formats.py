@@ -1,4 +1,4 @@
-"""The parts of a row of the table of call forms: marks around a call, and the form of its arguments.
+"""The fields of one row in the table of call forms: marks around a call, and the form of its arguments.
 
 A mark is a fixed text that a family writes around a part of an answer. A marker is a mark by which a call or
 the reasoning is found.

@@ -1,4 +1,4 @@
-"""The credentials of a process for others of its cluster: key, certificate, the authority's certificate.
+"""The credentials of a process within its cluster: its key, its certificate, the authority's certificate.
 
 An agent keeps its credentials in a private file, and joins again with them. A rank gets credentials for one
 epoch, as a descriptor of memory without a name. They are never in a named file or an environment variable,

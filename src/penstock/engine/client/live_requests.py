@@ -1,8 +1,8 @@
 """Keeps the unfinished requests of one client with their tokens, so that it can send them to a new core.
 
-Only the core knows how far the scheduler is with a request. What another core needs to go on with it is kept
-here: the request, the tokens that have come, and the number of *scores* (log-probabilities of the prompt's
-tokens) that have come. `engine.client.async_engine` owns one `LiveRequests`.
+If a core is lost, its scheduler's knowledge is lost with it. So this module keeps what another core needs to
+continue a request: the request, the tokens that have come, and the number of *scores* (log-probabilities of
+the prompt's tokens) that have come. `engine.client.async_engine` owns one `LiveRequests`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class _Live:
     request: GenerationRequest
     output_ids: list[int] = field(default_factory=list)
     num_scores: int = 0  # log-probabilities of prompt tokens that have come
-    is_sent: bool = True  # whether the present core has been sent the sequence
-    lost_at: int = -1  # `progress` when a core that had the sequence was last lost; -1: none was lost
+    is_sent: bool = True  # whether the sequence was sent to a core that is not lost
+    lost_at: int = -1  # `progress` at the last loss of a core that had the sequence, or -1
 
     @property
     def progress(self) -> int:
@@ -57,7 +57,7 @@ class LiveRequests:
         self._add(request, is_sent=True)
 
     def hold(self, request: GenerationRequest) -> None:
-        """Add the sequences of a request while there is no core; `again` returns them for the next one."""
+        """Add the sequences of a request while there is no core; `again` returns them for the next core."""
         self._add(request, is_sent=False)
 
     def _add(self, request: GenerationRequest, *, is_sent: bool) -> None:
@@ -66,7 +66,7 @@ class LiveRequests:
             self.num_asked += 1
 
     def note(self, update: RequestUpdate) -> None:
-        """Add the tokens of an update to its sequence and count its scores; remove one that has ended."""
+        """Add an update to its sequence, tokens and scores; remove the sequence if the update ends it."""
         live = self._live.get(update.request_id)
         if live is None:
             return
@@ -86,8 +86,8 @@ class LiveRequests:
     def core_lost(self) -> list[RequestUpdate]:
         """Record that the core is lost, so that its sequences are sent to the next core.
 
-        A sequence is given up if an earlier core was lost too while it had the sequence, and no token or
-        score of the sequence has come since: the sequence may be the reason for both losses.
+        A sequence is given up if an earlier core that had it was lost too, and no token or score of it came
+        between the two losses: the sequence may be the reason for both.
 
         Returns:
             The last update, with an error, of each sequence that is given up.
@@ -100,7 +100,7 @@ class LiveRequests:
             if live.lost_at == live.progress:
                 del self._live[request_id]
                 error = QuarantinedError(
-                    f"the engine core was lost twice while it ran request {request_id}, at output token "
+                    f"two engine cores were lost while they had request {request_id}, at output token "
                     f"{len(live.output_ids)}; the request is not retried."
                 ).info()
                 given_up.append(RequestUpdate(request_id=request_id, finish_reason="error", error=error))

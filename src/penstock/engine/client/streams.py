@@ -1,4 +1,4 @@
-"""The output of a sequence in the core: a stream of text, or one vector, for one reader.
+"""The output of one sequence, as its reader in the client gets it: a stream of text, or one vector.
 
 Output that came between two reads is merged into one delta. If it is large, the reader gets it in several
 parts, between which the event loop serves others. A stream never holds more than the output of its own

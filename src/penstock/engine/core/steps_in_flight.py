@@ -1,4 +1,4 @@
-"""The steps on their way through the stages, the results that have come for them, and how long they take.
+"""The core's table of steps: those in the stages, the results that have come, and how long steps take.
 
     submitted ──▶ [ plans in flight ] ──a result has come──▶ [ results ] ──in step order──▶ settled
 

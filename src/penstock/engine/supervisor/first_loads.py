@@ -1,4 +1,4 @@
-"""Keeps digests of the weights that ranks have read first, to check what their replacements read.
+"""Keeps digests of the weights that the first ranks have read, to check what their replacements read.
 
 One table of digests (checksums) serves all ranks, so that a tensor that several ranks read is kept once.
 """

@@ -1,4 +1,4 @@
-"""The outputs of the processes of a host: read line by line where they are started, or left to the terminal.
+"""The outputs of a host's processes: their host reads them line by line, or leaves them to the terminal.
 
 `hosts.local` gives each process that it starts an output. On the head the process prints where the head does.
 On a worker the output is a pipe, whose lines are printed there and sent to the head (`worker_log`).

@@ -1,4 +1,4 @@
-"""Gets the ranks of a worker their weights, in a thread beside the loop of its agent, which must not wait.
+"""Gets the weights for a worker's ranks, in a thread beside the loop of its agent, which must not wait.
 
     agent ── seek(7, identity, config) ──▶ one thread, rank after rank ──▶ model_finder
           ◀── bell, take(): 34 % have come, … ; the directory, or why there is none ──┘

@@ -1,4 +1,4 @@
-"""Finds which tensors of a checkpoint a rank reads, in groups that are kept together.
+"""Finds which tensors of a checkpoint a rank reads, in groups that a host's cache keeps together.
 
 The head says which tensors there are. A rank needs those of its layers. The first and the last stage also
 need modules outside the layers, such as embedding, norm and output layer. For models that transformers runs,

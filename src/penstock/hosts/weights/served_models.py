@@ -1,7 +1,8 @@
-"""The models that a head serves, as its workers may ask for them: by identity, and by the names of tensors.
+"""The models that a head serves: its workers ask for a model by identity, and for its tensors by name.
 
-A model can be asked for as soon as the head has given one of its stages to a worker. Other files of the
-head's disk cannot be named. Used by `hosts.gathering`, and by the threads of `hosts.weights.weight_server`.
+A model can be asked for as soon as `hosts.gathering` has called `identify` for it, to give one of its stages
+to a worker. Other files of the head's disk cannot be named. The threads of `hosts.weights.weight_server`
+answer the workers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _States = list[FileState]
 
 
 class ServedModel:
-    """One model of the head, as its files were when it was opened.
+    """One model of the head, with the index of its tensors as it was when the model was opened.
 
     Args:
         tensors: the tensors in its files.
@@ -59,7 +60,7 @@ class ServedModel:
 
     @property
     def num_small_files(self) -> int:
-        """The number of files beside the tensors that ranks may read."""
+        """The number of small files, such as a config.json, for which ranks may ask."""
         return len(self._small.names)
 
     def description(self) -> Description:
@@ -90,12 +91,14 @@ class ServedModel:
         """
         content = self._small.content(name) if name in self._small.names else None
         if content is None:
-            raise ProtocolError("a worker requested a file that no rank reads.")
+            raise ProtocolError(
+                "a worker requested a file that no rank reads, or that the model does not have."
+            )
         return content
 
 
 class ServedModels:
-    """All models of which the head has given a stage to a worker. Thread-safe.
+    """All models of which the head has given a stage to a worker. Only one thread may call `identify`.
 
     Args:
         digests: remembers the digests of their tensors.
@@ -105,7 +108,7 @@ class ServedModels:
         self.digests = digests
         self._paths: dict[bytes, Path] = {}
         self._identities: dict[str, bytes] = {}  # by path; only the supervisor's thread uses it
-        self._gguf: dict[bytes, tuple[_States, ServedModel]] = {}  # kept open, since their headers are long
+        self._gguf: dict[bytes, tuple[_States, ServedModel]] = {}  # kept: parsing takes time
         self._mutex = threading.Lock()
 
     def identify(self, path: str) -> bytes:
@@ -114,7 +117,7 @@ class ServedModels:
         If its files can no longer be read, the earlier identity is returned: a worker may have a copy.
 
         Raises:
-            ModelError: the files cannot be read, and never could.
+            ModelError: the files cannot be read, and no earlier call could read them.
         """
         try:
             identity = model_identity(Path(path))

@@ -1,4 +1,4 @@
-"""Runs a handful of compiler processes side by side, within a time, and says how the first bad one failed.
+"""Runs a handful of compilers side by side, within a time limit, and says how the first bad one failed.
 
 Called by `compiler`. Each process leads a session of its own, so that a driver that hangs is ended together
 with the passes that it started. Knows nothing of kernels. Never imports torch.

@@ -1,4 +1,4 @@
-"""The instruction sets that the kernels can be held to, so that unlike hosts compute the same bits.
+"""The instruction sets that the kernels can be limited to, so that unlike hosts compute the same bits.
 
 A build for this very machine (`AUTO`) uses all that its CPU has. A build for a target uses what every CPU of
 that target has, and is tuned for none: two hosts with the same compiler then have the same library. The names

@@ -1,4 +1,4 @@
-"""JSON of answers that may be long, made in steps that are short.
+"""Writes long answers as JSON in short steps, between which the event loop serves others.
 
 While one call encodes, no other thread of the process runs: the event loop waits for it even if it runs in
 another thread. The entries of a long list are therefore encoded a few at a time (`encode_in_slices`), and

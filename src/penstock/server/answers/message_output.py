@@ -1,4 +1,4 @@
-"""The parts of an answer of `/v1/messages`, as it comes: blocks, and the events that report them.
+"""The parts of an answer of `/v1/messages`: blocks, and the events that report them while they are generated.
 
 A *block* here is a part of the answer: a text, reasoning (`thinking`), or a call of a tool. A stream has
 

@@ -1,4 +1,4 @@
-"""The parts of an answer of `/v1/responses`, as it comes: items, and the events that report them.
+"""The parts of an answer of `/v1/responses`: items, and the events that report them while they are generated.
 
 An item is a message, reasoning, or a call of a function or custom tool. A stream has
 

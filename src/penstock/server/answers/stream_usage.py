@@ -1,4 +1,4 @@
-"""The end of each chunk of a stream: after its choices the `usage`, if the client has asked for it.
+"""Ends each chunk of a stream: adds the `usage` behind its choices, if the client has asked for it.
 
 Which `usage` a chunk has depends on the client's `stream_options`:
 

@@ -1,4 +1,4 @@
-"""Answers to clients of HTTP/1.0, which know no chunks: a stream ends where its connection does.
+"""Answers to clients of HTTP/1.0, which know no chunks: the connection ends where the stream does.
 
 uvicorn writes every answer without a length in chunks, also to clients of HTTP/1.0, which RFC 9112 (section
 6.1) forbids. Used by `http_protocol`. Relies on private parts of uvicorn, which

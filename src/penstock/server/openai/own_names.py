@@ -1,4 +1,4 @@
-"""Lets errors name the fields of the client's own request, where that was translated to a chat request.
+"""Lets errors name the fields of the client's own request, although it was translated to a chat request.
 
 What several APIs have in common is checked only once, in the chat request that their requests become. Used
 for errors and warnings by `responses_input` and `anthropic.messages_input`.

@@ -1,4 +1,4 @@
-"""The tools of a chat request: what it may ask for, what the template gets, and which grammar calls follow.
+"""The tools of a chat request: what it may ask for, what the template gets, and the grammar of the calls.
 
 `tool_use` checks the fields against each other, the limits and the model. If the model's chat template does
 not support tools, they are refused, unless the server was started with `--tool-parser json`. A text of ours

@@ -1,4 +1,4 @@
-"""The vocabulary of a tiktoken file: tokens in base64, each with a number, both its merge rank and its id.
+"""The vocabulary of a tiktoken file: tokens in base64, each with a number, which is merge rank and id.
 
 Such a file says neither how a text is cut into words nor which special tokens there are. Both are known for
 the families below. A family is known by the class that `tokenizer_config.json` names, by the file's name, or,
