@@ -97,6 +97,10 @@ class FakeCore:
         self.client, messages = heard(self.socket, count, greeted=greeted)
         return messages
 
+    def overhear(self) -> list[object]:
+        """What has come by now; a client that is kept waiting may have said hello again at any time."""
+        return [message for _, message in self.socket.drain() if message != Hello()]
+
     def tell(self, *updates: RequestUpdate, stats: CoreStats = STATS) -> None:
         self.socket.send(self.client, StepUpdates(list(updates), stats))
 

@@ -200,7 +200,7 @@ def test_r5_a_core_that_has_come_is_not_ready_before_it_has_said_how_its_stages_
         await rig.greeted()
         stream = rig.engine.add("a", [1], SamplingParams())
         rig.core.socket.send(rig.core.client, WELCOME)
-        await until(rig.core.socket.drain)  # the request: the welcome has been taken
+        await until(rig.core.overhear)  # the request: the welcome has been taken
         status = rig.engine.status()
         assert (status.ready, status.is_recovering, status.reason) == (False, True, CORE_AWAY.message)
         rig.core.tell()
@@ -471,7 +471,7 @@ def test_g4_another_core_begins_paused_before_it_hears_of_any_request() -> None:
         await read_all(stream)
         await rig.lose_core()
         await rig.welcome()
-        assert rig.core.socket.drain() == []
+        assert rig.core.overhear() == []
 
     with_rig(body)
 

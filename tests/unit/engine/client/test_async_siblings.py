@@ -85,7 +85,7 @@ def test_r8_the_front_takes_all_or_none() -> None:
         rig.add("b")
         with pytest.raises(OverloadedError):
             rig.engine.add_all("r", [1, 2, 3], THREE)
-        assert not rig.core.socket.drain()
+        assert not rig.core.overhear()
         rig.engine.add_all("s", [1], SamplingParams(n=2))
 
     with_rig(body, ROOM)
