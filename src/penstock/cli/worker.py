@@ -119,7 +119,8 @@ def _launcher(**is_given: bool) -> Launcher | None:
 def _work(
     settings: WorkerSettings, launched: Launched, token_file: Path | None, invocation: Invocation
 ) -> int:
-    from penstock.hosts.network.head_search import found_head
+    from penstock.hosts.followed_head import found_nowhere
+    from penstock.hosts.network.head_search import found_head, head_elsewhere
     from penstock.hosts.worker import Worker
     from penstock.kvstore.own_store import require_usable
     from penstock.process.child import show_threads_on_request
@@ -145,5 +146,6 @@ def _work(
         manager.ready()  # before the worker joins: its head may come hours later, or be away
         head = launched.head or found_head(tokens, tell, stop)
         if head is not None:
-            Worker(msgspec.structs.replace(settings, head=head), tokens, tell, stop).run()
+            find = head_elsewhere if launched.head is None else found_nowhere
+            Worker(msgspec.structs.replace(settings, head=head), tokens, tell, stop, find=find).run()
     return 0

@@ -45,7 +45,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings on a worker's own command line.
 
     Attributes:
-        head: address and port at which the head listens.
+        head: address and port at which the head listens when the worker starts.
         name: name of this host.
         state: directory in which the worker's credentials are kept.
         address: address at which other hosts reach this host; "": the best one that is found, and until then
@@ -271,7 +271,7 @@ class Station:
             ModelShelf(self._settings.models),
             self._cache,
             lambda cancellation: connect_for_weights(
-                self._settings.head, self._head.credentials, self._head.name, hold=cancellation.add
+                self._head.address, self._head.credentials, self._head.name, hold=cancellation.add
             ),
         )
 

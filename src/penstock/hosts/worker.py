@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.errors import JoinError, LinkClosedError, PeerError, PenstockError, WaitTimeoutError
+from penstock.hosts.followed_head import Find, FollowedHead, found_nowhere
 from penstock.hosts.join_attempts import JoinAttempts
 from penstock.hosts.station import Station, WorkerSettings
 from penstock.hosts.weights.weight_cache import WeightCache
@@ -78,6 +79,7 @@ class Worker:
         tell: takes lines for the user.
         stop: object to poll: readable when the worker is to end.
         clock: returns monotonic seconds.
+        find: searches for the head if it is not at its address any more (`FollowedHead`).
     """
 
     def __init__(
@@ -87,8 +89,10 @@ class Worker:
         tell: Tell,
         stop: Waitable,
         clock: Callable[[], float] = time.monotonic,
+        find: Find = found_nowhere,
     ) -> None:
         self._settings = settings
+        self._find = find
         self._tokens = tokens
         self._tell = tell
         self._stop = stop
@@ -111,8 +115,8 @@ class Worker:
         kept = kept_certificate(self._path, settings.name, self._tokens.at_hand())
         with contextlib.suppress(OSError):  # there is none
             kept.replace(self._path)  # so that a later start finds it without the token
-        membership = Membership(settings.head, settings.name, self._path, self._tokens, self._tell)
-        attempts = JoinAttempts(membership.join)
+        membership = Membership(settings.name, self._path, self._tokens, self._tell)
+        attempts = JoinAttempts(FollowedHead(membership, settings.head, self._find, self._tell).join)
         with (
             contextlib.closing(WeightCache(self._weights)) as cache,
             contextlib.closing(self._station(cache, attempts)) as station,

@@ -63,12 +63,16 @@ class JoinedHead:
         connection: the connection to the head, which blocks; the caller closes it.
         name: name of the head's process.
         credentials: credentials of this worker from now on; new ones if it was time to renew them.
+        address: address and port at which the head was joined.
     """
 
-    def __init__(self, connection: ssl.SSLSocket, name: PeerName, credentials: Credentials) -> None:
+    def __init__(
+        self, connection: ssl.SSLSocket, name: PeerName, credentials: Credentials, address: Address
+    ) -> None:
         self.connection = connection
         self.name = name
         self.credentials = credentials
+        self.address = address
 
 
 def join_with_token(
@@ -252,7 +256,7 @@ def _joined(
             converse(connection, conversation, deadline, clock)
         except ssl.SSLError as error:
             raise _refusal_after_handshake(proved, error) from error
-        yield JoinedHead(connection, conversation.head, kept[-1])
+        yield JoinedHead(connection, conversation.head, kept[-1], address)
         at_failure.pop_all()
 
 

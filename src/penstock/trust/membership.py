@@ -28,7 +28,7 @@ from penstock.errors import (
     WrongClusterError,
 )
 from penstock.trust.cancellation import Cancellation
-from penstock.trust.certificates import certified_key
+from penstock.trust.certificates import certified_key, read_certificate
 from penstock.trust.credentials import Credentials
 from penstock.trust.join_token import JoinToken
 from penstock.trust.joining import Address, JoinedHead, join_with_token, needs_token, rejoin
@@ -40,17 +40,13 @@ class Membership:
     """The proofs of this host for its head: a certificate and tokens.
 
     Args:
-        head: address where the head listens.
         name: name of this host.
         path: path of the file with the certificate.
         tokens: source of join tokens.
         tell: takes lines for the user.
     """
 
-    def __init__(
-        self, head: Address, name: str, path: Path, tokens: Tokens, tell: Callable[[str], None]
-    ) -> None:
-        self._head = head
+    def __init__(self, name: str, path: Path, tokens: Tokens, tell: Callable[[str], None]) -> None:
         self._name = name
         self._path = path
         self._tokens = tokens
@@ -59,6 +55,11 @@ class Membership:
         with contextlib.suppress(FileNotFoundError):
             self._credentials.append(Credentials.load(path))
 
+    @property
+    def cluster(self) -> str:
+        """The name of the cluster that this host has a certificate of; empty if it has none."""
+        return read_certificate(self._credentials[0].certificate_pem)[1].cluster if self._credentials else ""
+
     def is_final(self, error: PeerError) -> bool:
         """Return whether another try is of no use, because the user must do something first.
 
@@ -66,8 +67,12 @@ class Membership:
         """
         return not self._credentials or isinstance(error, OtherVersionError) or error.code == NO_TOKEN
 
-    def join(self, cancellation: Cancellation) -> JoinedHead:
+    def join(self, head: Address, cancellation: Cancellation) -> JoinedHead:
         """Join the head once; to be called from one thread at a time.
+
+        Args:
+            head: address where the head listens.
+            cancellation: ends the join from another thread.
 
         Raises:
             JoinError: the head, or this host, refuses.
@@ -76,9 +81,9 @@ class Membership:
             CancelledError: the join is not wanted any more.
         """
         if not self._credentials:
-            return self._join_with(self._tokens.ask(cancellation), cancellation)
+            return self._join_with(head, self._tokens.ask(cancellation), cancellation)
         try:
-            return self._come_back(cancellation)
+            return self._come_back(head, cancellation)
         except UsageError as error:  # here or at the head, such as a full disk: a later try may succeed
             raise JoinError(error.message, remedy=error.remedy) from error
         except PenstockError:  # raised as it is; some of these are an OSError too
@@ -86,36 +91,38 @@ class Membership:
         except OSError as error:  # before a connection is tried, such as too many open files
             raise JoinError(f"this host cannot join at the moment: {error.strerror or error}.") from error
 
-    def _come_back(self, cancellation: Cancellation) -> JoinedHead:
+    def _come_back(self, head: Address, cancellation: Cancellation) -> JoinedHead:
         """Join with the certificate, or with a token if that is needed again."""
         try:
-            return self._rejoin(cancellation)
+            return self._rejoin(head, cancellation)
         except (CertificateError, WrongClusterError) as error:
-            return self._join_with(self._other_token(error, cancellation), cancellation)
+            return self._join_with(head, self._other_token(error, cancellation), cancellation)
 
-    def _rejoin(self, cancellation: Cancellation) -> JoinedHead:
+    def _rejoin(self, head: Address, cancellation: Cancellation) -> JoinedHead:
         """Join with the certificate, and keep it if this host or the head has no room for a newer one."""
         try:
-            return self._rejoin_by(CertificateClaim, cancellation)
+            return self._rejoin_by(CertificateClaim, head, cancellation)
         except UsageError as error:
             self._tell(f"{error.message} This host joins with the certificate that it has.")
-            return self._rejoin_by(KeptCertificateClaim, cancellation)
+            return self._rejoin_by(KeptCertificateClaim, head, cancellation)
 
-    def _rejoin_by(self, claimed: type[CertificateClaim], cancellation: Cancellation) -> JoinedHead:
-        head = rejoin(
-            self._head,
+    def _rejoin_by(
+        self, claimed: type[CertificateClaim], head: Address, cancellation: Cancellation
+    ) -> JoinedHead:
+        joined = rejoin(
+            head,
             self._credentials[0],
             version=own_version(),
             path=self._path,
             hold=cancellation.add,
             claimed=claimed,
         )
-        self._credentials = [head.credentials]
-        return head
+        self._credentials = [joined.credentials]
+        return joined
 
-    def _join_with(self, token: JoinToken, cancellation: Cancellation) -> JoinedHead:
+    def _join_with(self, head: Address, token: JoinToken, cancellation: Cancellation) -> JoinedHead:
         credentials = join_with_token(
-            self._head,
+            head,
             token,
             host=self._name,
             version=own_version(),
@@ -123,7 +130,7 @@ class Membership:
             hold=cancellation.add,
         )
         self._credentials = [credentials]
-        return self._rejoin(cancellation)
+        return self._rejoin(head, cancellation)
 
     def _other_token(
         self, error: CertificateError | WrongClusterError, cancellation: Cancellation

@@ -6,18 +6,34 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from clusters import Cluster
-from penstock.errors import LinkClosedError
+from clusters import Cluster, served
+from penstock.config.hosts import own_version
+from penstock.errors import (
+    CertificateError,
+    JoinTokenError,
+    LinkClosedError,
+    NameTakenError,
+    PeerError,
+    ProtocolError,
+    WaitTimeoutError,
+    WrongClusterError,
+)
+from penstock.hosts.followed_head import FollowedHead
 from penstock.hosts.local_process import Descriptor
 from penstock.hosts.station import WorkerSettings
 from penstock.hosts.worker import Worker, credentials_path
 from penstock.process.link_ports import PortRange
+from penstock.trust.admission import CERTIFICATE_REVOKED
+from penstock.trust.cancellation import Cancellation
 from penstock.trust.certificates import HOST_LIFE_S, new_key, signing_request
 from penstock.trust.credentials import Credentials
 from penstock.trust.join_token import JoinToken
+from penstock.trust.joining import Address, JoinedHead
+from penstock.trust.membership import Membership
 from penstock.trust.token_prompt import GivenTokens
 
 BEFORE, NOW = ("10.0.0.9", 7700), ("127.0.0.1", 1)  # at port 1 nobody listens
@@ -111,3 +127,69 @@ def test_g1_of_several_certificates_the_newest_goes_with_the_head(
         made[place].save(credentials_path(tmp_path, (f"10.0.0.{place}", 7700), "desk"))
     run_worker(tmp_path, cluster.token, stop)
     assert Credentials.load(credentials_path(tmp_path, NOW, "desk")) == made[newest]
+
+
+def test_g1_a_head_is_joined_where_a_search_finds_it(cluster: Cluster, tmp_path: Path) -> None:
+    """And is dialled there from then on, so that no further search is needed."""
+    path = credentials_path(tmp_path, BEFORE, "desk")
+    cluster.joined("desk").save(path)
+    said: list[str] = []
+    found: list[Address] = []
+    with served(cluster, own_version()) as door:
+        membership = Membership("desk", path, GivenTokens(None), said.append)
+        head = FollowedHead(membership, NOW, lambda *_: found.pop(), said.append)
+        found.append(door.address)
+        for num_joined in (1, 2):
+            joined = head.join(Cancellation())
+            assert joined.address == door.address
+            joined.connection.close()
+            door.await_news(lambda num_joined=num_joined: door.entered == ["desk"] * num_joined)  # type: ignore[misc]
+            cluster.connected.leave("desk")
+    assert said == [f"the head has moved to 127.0.0.1:{door.address[1]}"]
+
+
+class StandInMembership:
+    """The membership of a host that cannot join."""
+
+    def __init__(self, error: PeerError, cluster: str = "a" * 32) -> None:
+        self.cluster = cluster
+        self._error = error
+
+    def join(self, head: Address, cancellation: Cancellation) -> JoinedHead:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "is_searched"),
+    [
+        (LinkClosedError("nothing listens there."), True),
+        (WaitTimeoutError("it does not answer."), True),
+        (ProtocolError("it does not speak TLS."), True),
+        (WrongClusterError("another cluster has this address."), True),
+        (CertificateError("an alert, which anybody can send."), True),
+        (CertificateError("it is revoked.", code=CERTIFICATE_REVOKED), False),
+        (NameTakenError("there is one of this name."), False),
+        (JoinTokenError("it is used up."), False),
+    ],
+)
+def test_g1_a_head_that_has_answered_is_not_searched_for(error: PeerError, is_searched: bool) -> None:
+    searches: list[str] = []
+
+    def find(cluster: str, known: Address, cancellation: Cancellation) -> Address | None:
+        searches.append(cluster)
+        return None
+
+    membership: Any = StandInMembership(error)
+    with pytest.raises(type(error)):
+        FollowedHead(membership, NOW, find, print).join(Cancellation())
+    assert bool(searches) is is_searched
+
+
+def test_g1_a_host_that_has_joined_no_cluster_searches_for_none() -> None:
+    membership: Any = StandInMembership(LinkClosedError("nothing listens there."), cluster="")
+
+    def find(*_: object) -> Address | None:
+        raise AssertionError("any head would do")
+
+    with pytest.raises(LinkClosedError):
+        FollowedHead(membership, NOW, find, print).join(Cancellation())

@@ -30,7 +30,7 @@ SECRET = Credentials(key_pem=b"key", certificate_pem=b"certificate", authority_p
 
 def head_at(connection: socket.socket) -> JoinedHead:
     name = PeerName(cluster="a" * 32, host="tower", role=HEAD_ROLE)
-    return JoinedHead(connection, name, SECRET)  # type: ignore[arg-type]  # no TLS
+    return JoinedHead(connection, name, SECRET, ("127.0.0.1", 1))  # type: ignore[arg-type]  # no TLS
 
 
 def await_end(attempts: JoinAttempts) -> None:

@@ -58,7 +58,8 @@ class Rig:
         ours, theirs = socket.socketpair()
         self._theirs = theirs
         name = PeerName(cluster=cluster * 32, host="tower", role=HEAD_ROLE)
-        return JoinedHead(ours, name, SECRET), AgentWire(theirs, ToHead)  # type: ignore[arg-type]  # no TLS
+        head = JoinedHead(ours, name, SECRET, ("127.0.0.2", 7700))  # type: ignore[arg-type]  # no TLS
+        return head, AgentWire(theirs, ToHead)
 
     def serve_for_a_moment(
         self, cluster: str = "a", first_word: TalkBegins | NotNeeded = TALK_BEGINS

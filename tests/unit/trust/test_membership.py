@@ -57,11 +57,11 @@ class Desk:
         self.path = directory / "desk" / "credentials"
         self.said: list[str] = []
 
-    def membership(self, address: Address, tokens: Tokens) -> Membership:
-        return Membership(address, "desk", self.path, tokens, self.said.append)
+    def membership(self, tokens: Tokens) -> Membership:
+        return Membership("desk", self.path, tokens, self.said.append)
 
     def join(self, address: Address, tokens: Tokens) -> None:
-        self.membership(address, tokens).join(Cancellation()).connection.close()
+        self.membership(tokens).join(address, Cancellation()).connection.close()
 
 
 @pytest.fixture
@@ -103,9 +103,9 @@ def test_r15_an_alert_that_anybody_can_send_costs_no_worker_its_certificate(
     desk: Desk, description: int
 ) -> None:
     with alerting(description) as address:
-        membership = desk.membership(address, Prompt())
+        membership = desk.membership(Prompt())
         with pytest.raises(JoinError, match="Any host on the network can cause this") as caught:
-            membership.join(Cancellation())
+            membership.join(address, Cancellation())
     assert type(caught.value) is ALERTS[description]
     assert "--join-token-file" in caught.value.remedy
     assert not membership.is_final(caught.value)
@@ -118,9 +118,9 @@ def test_r15_another_cluster_at_the_address_costs_no_worker_its_certificate(
     """With a token of its own cluster it has no reason to believe the other one either."""
     tokens = token_file(tmp_path, cluster.token) if has_file else Prompt()
     with served(Cluster(tmp_path / "other"), own_version()) as door:
-        membership = desk.membership(door.address, tokens)
+        membership = desk.membership(tokens)
         with pytest.raises(WrongClusterError, match="keeps its certificate") as caught:
-            membership.join(Cancellation())
+            membership.join(door.address, Cancellation())
         assert not membership.is_final(caught.value)
     with served(cluster, own_version()) as door:
         desk.join(door.address, Prompt())
@@ -142,9 +142,9 @@ def test_g1_the_token_of_a_head_that_was_set_up_anew_is_taken_from_its_file(
 def test_r15_with_the_token_of_another_head_a_stranger_is_tried_again(desk: Desk, tmp_path: Path) -> None:
     tokens = token_file(tmp_path, Cluster(tmp_path / "anew").token)
     with served(Cluster(tmp_path / "stranger"), own_version()) as door:
-        membership = desk.membership(door.address, tokens)
+        membership = desk.membership(tokens)
         with pytest.raises(WrongClusterError, match="nothing was sent") as caught:
-            membership.join(Cancellation())
+            membership.join(door.address, Cancellation())
     assert not membership.is_final(caught.value)
 
 
@@ -177,12 +177,12 @@ def test_r15_a_revoked_worker_waits_for_the_file_with_its_token(
 ) -> None:
     cluster.book.revoke_host("desk")
     with served(cluster, own_version()) as door:
-        membership = desk.membership(door.address, GivenTokens(tmp_path / "token"))
+        membership = desk.membership(GivenTokens(tmp_path / "token"))
         with pytest.raises(JoinError, match="does not exist") as caught:
-            membership.join(Cancellation())
+            membership.join(door.address, Cancellation())
         assert not membership.is_final(caught.value)
         token_file(tmp_path, cluster.token)
-        membership.join(Cancellation()).connection.close()
+        membership.join(door.address, Cancellation()).connection.close()
 
 
 @pytest.mark.parametrize(
@@ -197,11 +197,11 @@ def test_r15_a_revoked_worker_waits_for_the_file_with_its_token(
 def test_r15_a_worker_with_a_certificate_ends_only_where_a_user_must_act(
     desk: Desk, error: PeerError, is_final: bool
 ) -> None:
-    assert desk.membership(("127.0.0.1", 1), Prompt()).is_final(error) is is_final
+    assert desk.membership(Prompt()).is_final(error) is is_final
 
 
 def test_g1_a_host_that_has_never_joined_ends_with_the_first_error(tmp_path: Path) -> None:
-    membership = Desk(tmp_path).membership(("127.0.0.1", 1), Prompt())
+    membership = Desk(tmp_path).membership(Prompt())
     assert membership.is_final(LinkClosedError("away"))
 
 
@@ -221,11 +221,11 @@ def test_r16_a_host_that_has_no_descriptor_for_its_connection_tries_again(
     desk: Desk, cluster: Cluster
 ) -> None:
     with served(cluster, own_version()) as door:
-        own = desk.membership(door.address, Prompt())
+        own = desk.membership(Prompt())
         with no_descriptor_left(), pytest.raises(JoinError, match="Too many open files") as raised:
-            own.join(Cancellation())
+            own.join(door.address, Cancellation())
         assert not own.is_final(raised.value)
-        own.join(Cancellation()).connection.close()
+        own.join(door.address, Cancellation()).connection.close()
         door.await_news(lambda: door.entered == ["desk"])
 
 
@@ -258,8 +258,8 @@ def test_r16_a_host_whose_certificate_is_old_comes_back_though_a_disk_has_no_roo
     assert Credentials.load(desk.path) == before
     cluster.connected.leave("desk")
     with served(cluster, own_version()) as door:
-        own = desk.membership(door.address, Prompt())
-        own.join(Cancellation()).connection.close()
+        own = desk.membership(Prompt())
+        own.join(door.address, Cancellation()).connection.close()
     assert Credentials.load(desk.path) != before, "with room it is renewed"
 
 
@@ -270,9 +270,9 @@ def test_r16_what_a_host_cannot_write_when_it_comes_back_may_pass(
         raise UsageError("the disk is full.", remedy="Make room.")
 
     monkeypatch.setattr(membership, "rejoin", refuse)
-    own = desk.membership(("127.0.0.1", 1), Prompt())
+    own = desk.membership(Prompt())
     with pytest.raises(JoinError, match="the disk is full") as raised:
-        own.join(Cancellation())
+        own.join(("127.0.0.1", 1), Cancellation())
     assert not own.is_final(raised.value)
 
 
@@ -294,11 +294,11 @@ def test_r16_a_revoked_host_with_a_token_that_has_no_room_for_its_join_tries_aga
     cluster.book.revoke_host("desk")
     tokens = token_file(tmp_path, cluster.token)
     with served(cluster, own_version()) as door:
-        own = desk.membership(door.address, tokens)
+        own = desk.membership(tokens)
         with monkeypatch.context() as full:
             full.setattr(membership, "join_with_token", fail)
             with pytest.raises(JoinError, match="no room") as raised:
-                own.join(Cancellation())
+                own.join(door.address, Cancellation())
         assert not own.is_final(raised.value)
-        own.join(Cancellation()).connection.close()
+        own.join(door.address, Cancellation()).connection.close()
         door.await_news(lambda: door.entered == ["desk"])

@@ -85,7 +85,12 @@ class HeadSearch:
         self._found: queue.SimpleQueue[Address] = queue.SimpleQueue()
         self._bell = Bell()
         self._zeroconf = _opened()
-        self._browser = zeroconf.ServiceBrowser(self._zeroconf, SERVICE, handlers=[self._see])
+        try:
+            self._browser = zeroconf.ServiceBrowser(self._zeroconf, SERVICE, handlers=[self._see])
+        except BaseException:  # such as no thread for it: a worker whose head is lost tries again and again
+            self._zeroconf.close()
+            self._bell.close()
+            raise
 
     def fileno(self) -> int:
         return self._bell.fileno()

@@ -14,10 +14,11 @@ from penstock.errors import UsageError
 from penstock.hosts.bell import Bell
 from penstock.hosts.launchers.announced import Announced
 from penstock.hosts.launchers.starter import WantedWorkers
-from penstock.hosts.network import discovery
+from penstock.hosts.network import discovery, head_search
 from penstock.hosts.network.discovery import SERVICE, Address, HeadSearch, head_address
-from penstock.hosts.network.head_search import found_head
+from penstock.hosts.network.head_search import found_head, head_elsewhere
 from penstock.hosts.network.interfaces import HostAddress, Medium
+from penstock.trust.cancellation import Cancellation, CancelledError
 from penstock.trust.join_token import JoinToken
 
 OURS, OTHER = "ab" * 16, "cd" * 16
@@ -225,6 +226,52 @@ def test_i2_a_search_ends_when_the_worker_is_to_end() -> None:
     with stop(is_told=True) as told:
         assert found_head(Tokens(None), print, told, search.begin) is None
     assert search.clusters == [""], "without a token any head will do: it must prove itself later"
+
+
+BEFORE, NOW = ("10.0.0.1", 7700), ("10.0.0.2", 7700)
+
+
+@pytest.mark.parametrize(
+    ("announced", "found"), [([NOW], NOW), ([NOW, BEFORE], NOW), ([BEFORE], None), ([], None)]
+)
+def test_g1_a_lost_head_is_found_at_another_address_and_not_at_the_one_where_it_is_not(
+    announced: list[Address], found: Address | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search rings once for two announcements; the last one of the list is taken first."""
+    monkeypatch.setattr(head_search, "_LOOK_S", head_search.SEARCH_S / 2)
+    monkeypatch.setattr(head_search, "await_readable", lambda sources, timeout_s: [])
+    search = Search(announced)
+    assert head_elsewhere(OURS, BEFORE, Cancellation(), search.begin) == found
+    assert search.clusters == [OURS]
+
+
+def test_g1_a_search_that_cannot_be_made_finds_no_head() -> None:
+    def fail(cluster: str) -> Any:
+        raise UsageError("--discover cannot use the network: network is unreachable.")
+
+    assert head_elsewhere(OURS, BEFORE, Cancellation(), fail) is None
+
+
+def test_g1_a_search_that_is_not_wanted_any_more_ends() -> None:
+    cancellation = Cancellation()
+    cancellation.cancel()
+    with pytest.raises(CancelledError):
+        head_elsewhere(OURS, BEFORE, cancellation, Search([]).begin)
+
+
+def test_g1_a_search_without_a_thread_leaves_no_socket_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker whose head is lost searches again and again."""
+    library, num_closed = Library(Service(OURS, 7700)), list[bool]()
+
+    def fail(*_: object, **__: object) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(library, "ServiceBrowser", fail)
+    monkeypatch.setattr(library, "close", lambda: num_closed.append(True))
+    monkeypatch.setitem(sys.modules, "zeroconf", library)
+    with pytest.raises(RuntimeError):
+        HeadSearch(OURS)
+    assert num_closed == [True]
 
 
 def test_i2_without_the_library_the_user_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
