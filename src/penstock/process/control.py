@@ -1,7 +1,8 @@
 """Carries orders, with file descriptors, from the supervisor to the core and the ranks.
 
-A message is one packet of JSON over a socket pair. Its descriptors travel beside the packet; in the JSON
-stands the index of each in the list of descriptors. When the socket ends, the supervisor is gone. Torch-free.
+A message is JSON in one packet over a socket pair, or in several if it is too large or has too many
+descriptors for one. The descriptors travel beside the packets; in the JSON stands the index of each in the
+list of descriptors. When the socket ends, the supervisor is gone. Torch-free.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import os
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import msgspec
@@ -24,8 +25,9 @@ from penstock.process.endpoints import CoreEndpoints, LinkEndpoint, MeetingEndpo
 from penstock.process.pipe_hosts import PipeHosts
 from penstock.process.readiness import await_readable
 
-_MAX_BYTES = 1 << 16
-_MAX_DESCRIPTORS = 250  # in one message; the kernel takes at most 253
+_MAX_BYTES = 1 << 16  # of the text in one packet
+_MAX_DESCRIPTORS = 250  # beside one packet; the kernel takes at most 253
+_MORE = b"\n"  # before the text of each packet but the last of a message; JSON is written without line ends
 
 
 EndedRequests = Literal["none", "started", "all"]
@@ -132,11 +134,10 @@ class ControlSocket:
             descriptors.append(fd)
             return len(descriptors) - 1
 
-        packet = msgspec.json.encode(_with_descriptors(msgspec.to_builtins(message), place))
-        assert len(packet) <= _MAX_BYTES, f"{len(packet)} bytes"
-        assert len(descriptors) <= _MAX_DESCRIPTORS, f"{len(descriptors)} descriptors"
+        text = msgspec.json.encode(_with_descriptors(msgspec.to_builtins(message), place))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            socket.send_fds(self._own, [packet], descriptors)
+            for packet, beside in _packets(text, descriptors):
+                socket.send_fds(self._own, [packet], beside)
 
     def close_child_end(self) -> None:
         self._child.close()
@@ -230,19 +231,28 @@ class ControlReader:
         self._socket.close()
 
     def _receive(self) -> ControlMessage:
-        packet, descriptors, flags, _ = socket.recv_fds(self._socket, _MAX_BYTES, _MAX_DESCRIPTORS)
-        if flags & socket.MSG_CTRUNC:  # the kernel has dropped those that were too many
+        text, descriptors, has_all = b"", list[int](), True
+        packet = _MORE
+        while packet.startswith(_MORE):
+            packet, beside, flags, _ = socket.recv_fds(
+                self._socket, len(_MORE) + _MAX_BYTES, _MAX_DESCRIPTORS
+            )
+            text += packet.removeprefix(_MORE)
+            descriptors += beside
+            has_all = has_all and not flags & socket.MSG_CTRUNC  # the kernel drops those that are too many
+        if not packet or not has_all:
             for fd in descriptors:
                 os.close(fd)
+        if not packet:
+            return Stop()
+        if not has_all:
             raise PeerError(
                 "the supervisor handed over connections, and this process has too many open files for them.",
                 remedy="Raise the limit with `ulimit -n 8192`.",
             )
-        if not packet:
-            return Stop()
         for fd in descriptors:
             os.set_inheritable(fd, False)
-        fields = _with_descriptors(msgspec.json.decode(packet), descriptors.__getitem__)
+        fields = _with_descriptors(msgspec.json.decode(text), descriptors.__getitem__)
         try:
             message: ControlMessage = msgspec.convert(fields, ControlMessage)
         except msgspec.ValidationError as error:  # such as an endpoint of an unknown kind
@@ -251,6 +261,20 @@ class ControlReader:
                 remedy="Run the same Penstock version in all processes and on all hosts.",
             ) from error
         return message
+
+
+def _packets(text: bytes, descriptors: list[int]) -> Iterator[tuple[bytes, list[int]]]:
+    """Cut a message into packets; yield the bytes of each, and the descriptors that travel beside it."""
+    number = max(_num_parts(len(text), _MAX_BYTES), _num_parts(len(descriptors), _MAX_DESCRIPTORS))
+    size = _num_parts(len(text), number)  # all alike: an empty packet would be the end of the socket
+    for part in range(number):
+        beside = descriptors[part * _MAX_DESCRIPTORS : (part + 1) * _MAX_DESCRIPTORS]
+        yield _MORE * (part < number - 1) + text[part * size : (part + 1) * size], beside
+
+
+def _num_parts(length: int, most: int) -> int:
+    """Return into how many parts of at most this length something is cut."""
+    return -(-length // most)
 
 
 def descriptors_of(message: ControlMessage) -> list[int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import pytest
@@ -25,7 +26,17 @@ from penstock.process.control import (
     close_descriptors,
     descriptors_of,
 )
-from penstock.process.endpoints import CoreEndpoints, RankEndpoints, RingHandle, SocketHandle, SocketListener
+from penstock.process.endpoints import (
+    AcceptedStream,
+    Certified,
+    CoreEndpoints,
+    RankEndpoints,
+    RingHandle,
+    SocketHandle,
+    SocketListener,
+    StreamChannelHandle,
+    StreamPath,
+)
 from rank_configs import make_rank_configs
 
 ERROR = ErrorInfo(kind="StageLostError", message="x", stage=0)
@@ -78,6 +89,72 @@ def test_r16_descriptors_that_this_process_has_no_room_for_are_an_error_that_say
 def test_the_end_of_the_supervisor_is_a_stop(pair: Pair) -> None:
     pair.socket.close()
     assert pair.reader.receive() == Stop()
+
+
+def remote_ends(num_ranks: int, fds: Sequence[int], peer: str = "") -> CoreEndpoints:
+    """Return the core's ends of streams to so many ranks on other hosts; each has three descriptors."""
+
+    def end(number: int) -> StreamChannelHandle:
+        listener, ending, credentials = (fds[(3 * number + place) % len(fds)] for place in range(3))
+        path = StreamPath(
+            way=AcceptedStream(listen_fd=listener),
+            end_fd=ending,
+            security=Certified(credentials_fd=credentials, peer=f"{peer}{number}"),
+        )
+        return StreamChannelHandle(path=path, num_messages=4096)
+
+    plans = [end(number) for number in range(num_ranks)]
+    return CoreEndpoints(epoch=3, plans=plans, stages=list(range(num_ranks)), results=end(num_ranks))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "peer"),
+    [(82, ""), (83, ""), (90, ""), (90, "long " * 80), (200, "")],
+    ids=["one packet", "two more descriptors", "many descriptors", "a long text", "both"],
+)
+def test_g1_a_message_has_room_for_the_streams_to_all_ranks(pair: Pair, num_ranks: int, peer: str) -> None:
+    fds = [fd for _ in range(2) for fd in os.pipe()]
+    before = len(os.listdir("/proc/self/fd"))
+    sent = remote_ends(num_ranks, fds, peer)
+    pair.socket.send(sent)
+    pair.socket.send(Stop())
+    found = pair.reader.receive()
+    assert isinstance(found, CoreEndpoints)
+    own = descriptors_of(found)
+    assert [os.fstat(fd).st_ino for fd in own] == [os.fstat(fd).st_ino for fd in descriptors_of(sent)]
+    assert not any(os.get_inheritable(fd) for fd in own)
+    named = [end.path.security for end in found.plans if isinstance(end, StreamChannelHandle)]
+    assert [end.peer for end in named if isinstance(end, Certified)] == [
+        f"{peer}{number}" for number in range(num_ranks)
+    ]
+    assert pair.reader.receive() == Stop()
+    close_descriptors(found)
+    assert len(os.listdir("/proc/self/fd")) == before
+    for fd in fds:
+        os.close(fd)
+
+
+def test_r16_many_descriptors_that_this_process_has_no_room_for_leave_the_next_message_whole(
+    pair: Pair,
+) -> None:
+    fds = os.pipe()
+    before = len(os.listdir("/proc/self/fd"))
+    pair.socket.send(remote_ends(90, fds))
+    pair.socket.send(Stop())
+    with no_descriptor_left(), pytest.raises(PeerError, match="too many open files"):
+        pair.reader.receive()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert pair.reader.receive() == Stop()
+    for fd in fds:
+        os.close(fd)
+
+
+def test_a_supervisor_that_ends_within_a_message_is_a_stop(pair: Pair) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    socket.send_fds(pair.socket._own, [b'\n{"type":"core_end'], [0, 1])
+    pair.socket.close()
+    assert pair.reader.receive() == Stop()
+    assert len(os.listdir("/proc/self/fd")) == before - 1, "only the supervisor's end is closed"
 
 
 def test_a_child_that_has_gone_harms_nobody(pair: Pair) -> None:
