@@ -1,13 +1,15 @@
 """Lets an agent answer the head about ways (network paths) to other hosts, and go on with its work.
 
-The questions are answered one after the other in a thread, which ends with `close`. The agent waits for the
-bell and sends the answers, since its wire belongs to its own thread.
+The questions are answered one after the other in a thread, which ends with `close`, or soon after it if a
+question is being answered. The agent waits for the bell and sends the answers, since its wire belongs to its
+own thread.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+from contextlib import closing
 from typing import Protocol
 
 from penstock.errors import PeerError, PenstockError
@@ -23,6 +25,8 @@ from penstock.hosts.network.scout_messages import (
     SurveyHost,
     ToScout,
 )
+
+CLOSE_S = 0.5  # so long `close` waits for the thread: the head must hear from the agent meanwhile
 
 
 class ScoutAnswers(Protocol):
@@ -41,7 +45,7 @@ class ScoutAnswers(Protocol):
         ...
 
     def close(self) -> None:
-        """End the work; questions that have no answer yet get none."""
+        """End the work, without a long wait; questions that have no answer yet get none."""
         ...
 
 
@@ -59,6 +63,7 @@ class ScoutingAgent:
         self._bell = Bell()
         self._questions: queue.SimpleQueue[ToScout | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[FromScout] = queue.SimpleQueue()
+        self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="scout", daemon=True)
         self._thread.start()
 
@@ -76,17 +81,21 @@ class ScoutingAgent:
         return answers
 
     def close(self) -> None:
-        """End the thread. A question that is being answered is waited for, some seconds at most."""
+        """End the thread, or let it end by itself after the question that it is answering.
+
+        To measure a bad path takes many seconds, and the head would take this host as lost meanwhile.
+        """
+        self._is_over.set()
         self._questions.put(None)
-        self._thread.join()
-        self._bell.close()
+        self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
-        while (question := self._questions.get()) is not None:
-            for answer in self._answered(question):
-                self._answers.put(answer)
-                self._bell.ring()
-        self._scout.rest()
+        with closing(self._bell):
+            while (question := self._questions.get()) is not None and not self._is_over.is_set():
+                for answer in self._answered(question):
+                    self._answers.put(answer)
+                    self._bell.ring()
+            self._scout.rest()
 
     def _answered(self, question: ToScout) -> list[FromScout]:
         if isinstance(question, RestScout):

@@ -12,11 +12,19 @@ import pytest
 
 from penstock.errors import LinkClosedError, PeerError, PortInUseError, ProtocolError, WaitTimeoutError
 from penstock.hosts.agent_messages import ToAgent, ToHead
+from penstock.hosts.network import scouting_agent
 from penstock.hosts.network.interfaces import address_named
 from penstock.hosts.network.measuring_door import ListeningPlace
 from penstock.hosts.network.remote_scout import RemoteScout
 from penstock.hosts.network.scout import Listening, Survey, WayToTry
-from penstock.hosts.network.scout_messages import FromScout, ListenForHost, ListensForHost, RestScout, ToScout
+from penstock.hosts.network.scout_messages import (
+    FromScout,
+    ListenForHost,
+    ListensForHost,
+    RestScout,
+    SurveyHost,
+    ToScout,
+)
 from penstock.hosts.network.scouting_agent import NoScout, ScoutAnswers, ScoutingAgent
 from penstock.trust.peer_names import AGENT_ROLE, HEAD_ROLE, PeerName
 
@@ -134,6 +142,34 @@ def test_g1_an_agent_is_not_held_up_by_a_question(agent: ScoutingAgent, scout: S
     assert begun.wait(WAIT_S)
     assert agent.take() == []
     go_on.set()
+
+
+def test_g1_a_question_that_takes_long_does_not_hold_up_the_agent_that_ends(
+    agent: ScoutingAgent, scout: StandInScout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head would take the host as lost, whose agent only makes way for the scout of another talk."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def listen(peer: PeerName) -> Listening:
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        return LISTENING
+
+    monkeypatch.setattr(scouting_agent, "CLOSE_S", 1e-3)
+    monkeypatch.setattr(scout, "listen", listen)
+    agent.ask(ListenForHost(number=1, peer=HEAD))
+    agent.ask(SurveyHost(number=2, peer=HEAD, ways=[]))
+    assert begun.wait(WAIT_S)
+    closing = threading.Thread(target=agent.close)
+    closing.start()
+    closing.join(WAIT_S)
+    is_held_up = closing.is_alive()
+    assert agent.fileno() >= 0, "the thread still rings its bell"
+    go_on.set()
+    agent._thread.join(WAIT_S)
+    assert not is_held_up
+    assert scout.asked == ["rest"], "the other question is not answered any more"
+    assert agent.fileno() == -1
 
 
 def test_g1_a_host_that_looks_for_no_ways_says_so() -> None:
