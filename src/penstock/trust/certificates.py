@@ -28,7 +28,7 @@ else:
 
 CLOCK_SKEW_S = 2 * 24 * 3600.0  # the clocks of two hosts may differ by so much
 AUTHORITY_LIFE_S = 30 * 365 * 24 * 3600.0
-HOST_LIFE_S = 365 * 24 * 3600.0  # of an agent's; it is renewed when its host joins again in the second half
+HOST_LIFE_S = 365 * 24 * 3600.0  # of the head's, and of an agent's; renewed in the second half
 LINK_LIFE_S = 24 * 3600.0  # of a rank's or visitor's: connections are made at the beginning of an epoch
 PUBLIC_KEY_BYTES = 91  # length of a P-256 key as DER
 
@@ -169,6 +169,23 @@ def read_certificate(certificate_pem: bytes) -> tuple[int, PeerName, float]:
         return found.serial_number, _name_in(found), found.not_valid_after_utc.timestamp()
     except _UNREADABLE as error:
         raise CertificateError("a certificate of the cluster is damaged.") from error
+
+
+@_with_library
+def is_fresh(certificate_pem: bytes, now: float) -> bool:
+    """Return whether a certificate of the head or of an agent need not be renewed yet.
+
+    It is renewed in the second half of its life, and if a clock that was wrong has dated it in the future.
+
+    Raises:
+        CertificateError: the certificate is damaged.
+    """
+    try:
+        found = x509.load_pem_x509_certificate(certificate_pem)
+    except _UNREADABLE as error:
+        raise CertificateError("a certificate of the cluster is damaged.") from error
+    begin, end = found.not_valid_before_utc.timestamp(), found.not_valid_after_utc.timestamp()
+    return begin <= now <= end - CLOCK_SKEW_S - HOST_LIFE_S / 2
 
 
 @_with_library

@@ -127,9 +127,8 @@ class CertificateClaim:
     def __init__(self, credentials: Credentials, version: str, now: float) -> None:
         self._credentials = credentials
         self._version = version
-        _, self._name, end = certificates.read_certificate(credentials.certificate_pem)
-        is_old = end - certificates.CLOCK_SKEW_S - now < certificates.HOST_LIFE_S / 2
-        self._new_key = certificates.new_key() if is_old else b""
+        _, self._name, _ = certificates.read_certificate(credentials.certificate_pem)
+        self._new_key = certificates.new_key() if self._is_to_be_renewed(now) else b""
 
     def is_of_cluster(self, public_key: bytes) -> bool:
         return certificates.certified_key(self._credentials.authority_pem) == public_key
@@ -151,15 +150,15 @@ class CertificateClaim:
     def role(self) -> str:
         return AGENT_ROLE
 
+    def _is_to_be_renewed(self, now: float) -> bool:
+        return not certificates.is_fresh(self._credentials.certificate_pem, now)
+
 
 class KeptCertificateClaim(CertificateClaim):
     """The claim of a worker that goes on with its certificate, such as while a newer one cannot be stored."""
 
-    def request(self, hello: Hello, head_certificate: bytes) -> bytes:
-        return framed(Kind.REJOIN, msgspec.msgpack.encode(RejoinRequest(version=self._version)))
-
-    def credentials(self, hello: Hello, certificate: bytes) -> Credentials:
-        return self._credentials
+    def _is_to_be_renewed(self, now: float) -> bool:
+        return False
 
 
 class CertificateVisit(KeptCertificateClaim):

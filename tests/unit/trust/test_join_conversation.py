@@ -30,7 +30,13 @@ from penstock.trust.head_join import HeadJoin
 from penstock.trust.join_messages import HEADER, MAX_BYTES, PROTOCOL, Kind, MessageReader, framed, proof
 from penstock.trust.join_token import JoinToken
 from penstock.trust.tls import NO_CERTIFICATE, PeerCertificate, own_certificate_der
-from penstock.trust.worker_join import CertificateClaim, TokenClaim, WorkerJoin
+from penstock.trust.worker_join import (
+    CertificateClaim,
+    CertificateVisit,
+    KeptCertificateClaim,
+    TokenClaim,
+    WorkerJoin,
+)
 
 
 @pytest.fixture
@@ -100,6 +106,17 @@ def test_a_certificate_is_renewed_in_the_second_half_of_its_life(cluster: Cluste
     talk(cluster.head_join(seen_by_head(second)), back(cluster, second))
     with pytest.raises(CertificateError):
         talk(cluster.head_join(seen_by_head(first)), back(cluster, first))
+
+
+def test_a_key_is_made_only_for_a_certificate_that_is_requested(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    credentials, made = cluster.joined("desk"), list[bytes]()
+    monkeypatch.setattr(certificates, "new_key", lambda: made.append(b"key") or b"key")  # type: ignore[func-returns-value]
+    cluster.wall_clock.seconds += certificates.HOST_LIFE_S * 0.6
+    for claimed, num_made in ((KeptCertificateClaim, 0), (CertificateVisit, 0), (CertificateClaim, 1)):
+        claimed(credentials, VERSION, cluster.wall_clock())
+        assert len(made) == num_made, claimed.__name__
 
 
 def test_a_renewal_that_breaks_off_leaves_a_way_back_with_either_certificate(cluster: Cluster) -> None:
