@@ -255,7 +255,7 @@ class GatheredHosts:
         """Return the scout of this host, which finds network paths; `address_for` says how peers reach it."""
         return OwnScout(
             PeerName(cluster=identity.name, host=self._name, role=HEAD_ROLE),
-            identity.head_credentials(self._name),
+            lambda: identity.head_credentials(self._name),
             ports,
             lambda peer: addresses_beside(address_for(peer)),
         )

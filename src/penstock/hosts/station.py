@@ -282,7 +282,7 @@ class Station:
         return ScoutingAgent(
             OwnScout(
                 peer,
-                self._head.credentials,
+                lambda: self._head.credentials,
                 settings.ports,
                 lambda _: addresses_beside(self._own_address),
                 settings.address,

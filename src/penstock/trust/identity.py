@@ -44,6 +44,7 @@ class ClusterIdentity:
         self.name = certificates.cluster_name(self.public_key)
         self.run = new_run()
         self._epoch_keys: dict[int, bytes] = {}
+        self._of_head: dict[str, Credentials] = {}  # by name of the head's host, of which there is one
 
     @classmethod
     def open(cls, directory: Path, wall_clock: Callable[[], float]) -> ClusterIdentity:
@@ -71,15 +72,19 @@ class ClusterIdentity:
         return cls(key, mark + certificate, wall_clock)
 
     def head_credentials(self, host: str) -> Credentials:
-        """Return a new key and certificate of the head itself, which are never written to a file.
+        """Return key and certificate of the head itself, which are never written to a file.
+
+        They are the same in every call until the second half of their life, and then new ones.
 
         Raises:
             UsageError: the name of the host cannot stand in a certificate.
         """
         require_host_name(host)
-        return self._own_credentials(
-            PeerName(cluster=self.name, host=host, role=HEAD_ROLE), certificates.HOST_LIFE_S
-        )
+        kept = self._of_head.get(host)
+        if kept is None or not certificates.is_fresh(kept.certificate_pem, self._wall_clock()):
+            name = PeerName(cluster=self.name, host=host, role=HEAD_ROLE)
+            kept = self._of_head[host] = self._own_credentials(name, certificates.HOST_LIFE_S)
+        return kept
 
     def link_credentials(self, name: PeerName) -> Credentials:
         """Return a new key and certificate for the links of a process in one epoch, and the epoch's key.

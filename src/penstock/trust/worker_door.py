@@ -18,6 +18,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 from penstock.errors import PenstockError, ProtocolError
 from penstock.trust.admission import AdmissionBook
@@ -31,6 +32,44 @@ from penstock.trust.tls import (
     peer_certificate,
     under_tls,
 )
+
+
+class _Desks:
+    """The head's desk for conversations at its door; it changes when the certificate of the head is renewed.
+
+    A peer may have been shown the certificate of before, and a proof of a token holds for one certificate.
+
+    Args:
+        identity: has the head's certificate of now.
+        head_host: name of the head's own host.
+        make: makes the desk of a certificate (DER).
+    """
+
+    def __init__(self, identity: ClusterIdentity, head_host: str, make: Callable[[bytes], HeadDesk]) -> None:
+        self._identity = identity
+        self._head_host = head_host
+        self._make = make
+        self._credentials = identity.head_credentials(head_host)
+        self._context = join_server_context(self._credentials)
+        self._by_context: WeakKeyDictionary[ssl.SSLContext, HeadDesk] = WeakKeyDictionary()
+        self._by_context[self._context] = make(own_certificate_der(self._credentials))
+
+    def context(self) -> ssl.SSLContext:
+        """Return the context for the next peer, with the head's certificate of now.
+
+        Raises:
+            OSError: there is no descriptor or memory for a new context.
+        """
+        credentials = self._identity.head_credentials(self._head_host)
+        if credentials is not self._credentials:
+            context = join_server_context(credentials)
+            self._by_context[context] = self._make(own_certificate_der(credentials))
+            self._credentials, self._context = credentials, context
+        return self._context
+
+    def of(self, connection: ssl.SSLSocket) -> HeadDesk:
+        """Return the desk with the certificate that the peer at this connection was shown."""
+        return self._by_context[connection.context]
 
 
 def worker_door(
@@ -60,22 +99,21 @@ def worker_door(
     Raises:
         UsageError: the library is missing, or the name cannot stand in a certificate.
     """
-    credentials = identity.head_credentials(head_host)
-    context = join_server_context(credentials)
-    desk = HeadDesk(
-        identity=identity,
-        book=book,
-        connected=connected,
-        certificate=own_certificate_der(credentials),
-        version=version,
-    )
+
+    def make_desk(certificate: bytes) -> HeadDesk:
+        return HeadDesk(
+            identity=identity, book=book, connected=connected, certificate=certificate, version=version
+        )
+
+    desks = _Desks(identity, head_host, make_desk)
 
     def secure(accepted: socket.socket) -> socket.socket:
-        return under_tls(context, accepted, is_server=True)
+        return under_tls(desks.context(), accepted, is_server=True)
 
     def begin(connection: socket.socket) -> HeadConversation:
         if not isinstance(connection, ssl.SSLSocket):  # `secure` makes no other
             raise ProtocolError("a worker connected without TLS.", code="not_tls")
+        desk = desks.of(connection)
         if connection.selected_alpn_protocol() == WEIGHTS_PROTOCOL:
             return WeightsVisit(desk, peer_certificate(connection))
         return HeadJoin(desk, peer_certificate(connection))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,12 +16,16 @@ from clusters import HEAD_HOST, VERSION, WAIT_S, Cluster, SetClock
 from descriptors import no_descriptor_left
 from penstock.errors import JoinError, PeerError, PenstockError, ProtocolError, WaitTimeoutError
 from penstock.process.readiness import await_readable
+from penstock.trust.certificates import HOST_LIFE_S
 from penstock.trust.challenge import AcceptedChallenge, DialledChallenge
+from penstock.trust.credentials import Credentials
 from penstock.trust.door import Door, DoorLimits, Entered, shown_address
 from penstock.trust.head_join import HeadJoin
+from penstock.trust.joining import converse
 from penstock.trust.peer_names import PeerName, rank_role
-from penstock.trust.tls import token_client_context
+from penstock.trust.tls import own_certificate_der, token_client_context, under_tls
 from penstock.trust.worker_door import worker_door
+from penstock.trust.worker_join import TokenClaim, WorkerJoin
 
 
 class DoorOfTests:
@@ -140,6 +145,38 @@ def test_r15_who_stays_silent_after_the_handshake_is_sent_away_in_time(
     made.serve_until(0, num_refused=1)
     assert isinstance(made.refused[0], WaitTimeoutError)
     cluster.connected.enter("desk")
+
+
+def test_r15_a_renewal_of_the_heads_certificate_disturbs_no_worker_that_joins_meanwhile(
+    made: DoorOfTests, cluster: Cluster
+) -> None:
+    """Its proof is for the certificate that it was shown; the next peer is shown the new one."""
+    cluster.book.allow(cluster.token, 1, HOST_LIFE_S)
+    kept: list[Credentials] = []
+
+    def join(client: socket.socket) -> None:
+        with under_tls(token_client_context(), client) as tls:
+            tls.do_handshake()
+            certificate = tls.getpeercert(binary_form=True)
+            assert certificate == cluster.certificate
+            claim = TokenClaim(cluster.token, "desk", VERSION)
+            conversation = WorkerJoin(claim, certificate, kept.append, cluster.wall_clock())
+            converse(tls, conversation, time.monotonic() + WAIT_S)
+
+    client = made.connect()
+    made.serve_until(1)
+    cluster.wall_clock.seconds += 0.6 * HOST_LIFE_S
+    made.connect()
+    made.serve_until(2)
+    assert own_certificate_der(cluster.identity.head_credentials(HEAD_HOST)) != cluster.certificate
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(join, client)
+        (entered,) = made.serve_until(1)
+        joining.result(WAIT_S)
+    assert entered.conversation.host == "desk"
+    entered.connection.close()
+    assert len(kept) == 1
+    assert made.refused == []
 
 
 def test_r15_time_runs_from_the_first_moment_and_not_from_the_last_byte(made: DoorOfTests) -> None:

@@ -115,6 +115,23 @@ def test_clocks_of_two_hosts_may_differ(tmp_path: Path, offset_s: float) -> None
     assert name == PeerName(cluster=identity.name, host="tower", role="head")
 
 
+def test_the_heads_certificate_is_renewed_in_the_second_half_of_its_life(tmp_path: Path) -> None:
+    """It is also renewed if a clock that was wrong has dated it in the future."""
+    clock = SetClock(NOW)
+    identity = ClusterIdentity.open(tmp_path / "head", clock)
+    first = identity.head_credentials("tower")
+    clock.seconds = NOW + 0.49 * certificates.HOST_LIFE_S
+    assert identity.head_credentials("tower") is first
+    clock.seconds = NOW + 0.51 * certificates.HOST_LIFE_S
+    second = identity.head_credentials("tower")
+    assert second.certificate_pem != first.certificate_pem
+    assert second.key_pem != first.key_pem
+    clock.seconds = NOW
+    third = identity.head_credentials("tower")
+    certificates.check_signed(own_certificate_der(third), identity.public_key, NOW)
+    assert identity.head_credentials("tower") is third
+
+
 @pytest.mark.parametrize("offset_s", [-2.1 * DAY_S, certificates.HOST_LIFE_S + 2.1 * DAY_S])
 def test_a_certificate_out_of_its_time_is_refused(tmp_path: Path, offset_s: float) -> None:
     identity = opened(tmp_path / "head")

@@ -169,6 +169,19 @@ def test_r15_an_expired_certificate_is_refused_on_both_sides(cluster: Cluster, d
     assert "clocks" in caught.value.remedy
 
 
+def test_r15_a_head_that_runs_for_longer_than_its_certificate_is_valid_lets_workers_in(
+    cluster: Cluster, desk: Desk
+) -> None:
+    """OpenSSL looks at the real clock, and the head starts some years ago."""
+    cluster.wall_clock.seconds -= 5 * HOST_LIFE_S
+    with served(cluster) as door:
+        cluster.wall_clock.seconds += 5 * HOST_LIFE_S
+        cluster.book.allow(cluster.token, 1, 6 * HOST_LIFE_S)
+        desk.join(door.address, cluster.token)
+        desk.rejoin(door.address).connection.close()
+        door.await_news(lambda: door.entered == ["desk"])
+
+
 def test_r15_a_head_of_another_cluster_gets_no_word(cluster: Cluster, desk: Desk, tmp_path: Path) -> None:
     with served(Cluster(tmp_path / "other")) as door:
         with pytest.raises(WrongClusterError, match="nothing was sent"):
@@ -194,7 +207,8 @@ def test_r15_another_worker_cannot_pass_for_the_head(cluster: Cluster, desk: Des
     with served(cluster) as door:
         desk.join(door.address, cluster.token)
     rogue = Cluster(tmp_path / "head")
-    rogue.identity.head_credentials = lambda host: cluster.joined("rogue")  # type: ignore[method-assign]
+    own = cluster.joined("rogue")
+    rogue.identity.head_credentials = lambda host: own  # type: ignore[method-assign]
     with served(rogue) as door, pytest.raises(WrongClusterError):
         desk.rejoin(door.address)
 

@@ -116,7 +116,7 @@ class OwnScout:
 
     Args:
         peer: the name of this process, as other hosts expect it.
-        credentials: credentials with that name.
+        credentials: returns credentials with that name, which are renewed before they expire.
         ports: range of the host's link ports.
         addresses: returns the addresses of this host that the host of a given name may reach.
         only: the address that the user has fixed for links; empty: none.
@@ -127,7 +127,7 @@ class OwnScout:
     def __init__(
         self,
         peer: PeerName,
-        credentials: Credentials,
+        credentials: Callable[[], Credentials],
         ports: PortRange,
         addresses: Callable[[str], Sequence[HostAddress]],
         only: str = "",
@@ -150,7 +150,7 @@ class OwnScout:
     def listen(self, peer: PeerName) -> Listening:
         self.rest()
         self._require_own_cluster(peer)
-        door = MeasuringDoor(self._places(peer.host), self._ports, self._credentials, peer, self._clock)
+        door = MeasuringDoor(self._places(peer.host), self._ports, self._credentials(), peer, self._clock)
         self._doors.append(door)
         return Listening(places=door.places, only=self._only)
 
@@ -212,7 +212,7 @@ class OwnScout:
         deadline = self._clock() + MEET_S
         end.settimeout(MEET_S)
         try:
-            stream = under_tls(link_client_context(self._credentials), end)
+            stream = under_tls(link_client_context(self._credentials()), end)
             try:
                 stream.do_handshake()
                 converse(stream, CertifiedDialler(stream, [peer]), deadline, self._clock)

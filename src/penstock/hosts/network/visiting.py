@@ -95,7 +95,7 @@ def visit_head(settings: VisitSettings, token: Callable[[], JoinToken]) -> Visit
         own = settings.address or str(head.connection.getsockname()[0])
         peer = PeerName(cluster=head.name.cluster, host=settings.name, role=role)
         scout = OwnScout(
-            peer, head.credentials, settings.ports, lambda _: addresses_beside(own), settings.address
+            peer, lambda: head.credentials, settings.ports, lambda _: addresses_beside(own), settings.address
         )
         at_end.callback(scout.rest)
         listening = scout.listen(head.name)

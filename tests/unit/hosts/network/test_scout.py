@@ -44,7 +44,8 @@ class Scouts:
         clock: Callable[[], float] = time.monotonic,
     ) -> OwnScout:
         name = cluster.name(host, role)
-        return OwnScout(name, cluster.credentials(name), ports, lambda _: addresses, only, clock)
+        own = cluster.credentials(name)
+        return OwnScout(name, lambda: own, ports, lambda _: addresses, only, clock)
 
     def survey(self, scout: OwnScout, port: int) -> Survey:
         """Let a scout try the way to the head."""

@@ -75,7 +75,8 @@ class Head:
 
     def _scout(self, address: str) -> OwnScout:
         peer = self.cluster.name(HEAD_HOST, HEAD_ROLE)
-        return OwnScout(peer, self.cluster.head_credentials, self.ports, lambda _: addresses_beside(address))
+        own = self.cluster.head_credentials
+        return OwnScout(peer, lambda: own, self.ports, lambda _: addresses_beside(address))
 
     def _door(self, on_refused: object) -> Door[HeadJoin]:
         cluster = self.cluster
