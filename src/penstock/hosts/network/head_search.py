@@ -60,7 +60,7 @@ def head_elsewhere(
     cancellation: Cancellation,
     search: Callable[[str], HeadSearch] = HeadSearch,
 ) -> Address | None:
-    """Search for a lost head for `SEARCH_S`; return an address and port where it is announced now, or None.
+    """Return another address and port at which a lost head is announced; None after `SEARCH_S` without one.
 
     Args:
         cluster: name of the cluster.
