@@ -18,6 +18,7 @@ from penstock.server.answers.resumable import (
     KEPT_S,
     PATIENCE_S,
     RESUMABLE_HEADER,
+    STALL_S,
     EventsGoneError,
     KeptStream,
     ResumableStreams,
@@ -395,5 +396,136 @@ def test_an_answer_waits_until_a_slow_reader_has_what_is_no_longer_kept(
         assert [event.rpartition(" ")[2] for event in client.events] == texts
         await answer.end()
         await answer.task
+
+    run(work())
+
+
+class Two:
+    """An answer that two clients read; the second one has come back for it."""
+
+    def __init__(self, bed: Bed) -> None:
+        self.first, self.second = Client(), Client()
+        self.answer = bed.begin(self.first)
+        self._bed = bed
+        self.reading: asyncio.Task[None]
+
+    async def begin(self, *events: str) -> None:
+        await self.answer.write(START, body(*events))
+        stream = self._bed.streams.find(self._bed.streams.name_of(self._bed.request(), "request"))
+        self.reading = asyncio.create_task(stream.read(0, self.second.receive, self.second.send))
+        await turn()
+
+    def write(self, numbers: range) -> asyncio.Task[None]:
+        return asyncio.create_task(self.answer.write(*(body(f"data: {number:020}") for number in numbers)))
+
+    async def end(self) -> None:
+        await self.answer.end()
+        for client in (self.first, self.second):
+            client.may_take.set()
+        await turn(60)
+        await asyncio.gather(self.answer.task, self.reading)
+
+
+def numbers_of(client: Client) -> list[int]:
+    return [int(event.rpartition(" ")[2]) for event in client.events if event.startswith("id: ")]
+
+
+def test_a_client_that_takes_nothing_does_not_hold_up_one_that_has_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when its network is gone: the connection of before takes nothing, and nobody has noticed its end."""
+    monkeypatch.setattr(resumable, "MAX_LAG", 3)
+
+    async def work() -> None:
+        two = Two(Bed())
+        await two.begin("data: 0")
+        two.first.may_take.clear()
+        writing = two.write(range(1, 40))
+        await turn_until_done(writing)
+        assert writing.done()
+        assert numbers_of(two.second) == list(range(40))
+        await two.end()
+        assert numbers_of(two.first) == list(range(40)), "what is kept, it gets"
+
+    run(work())
+
+
+def test_an_answer_goes_on_without_a_stalled_reader_when_another_has_what_is_no_longer_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resumable, "MAX_STREAM_BYTES", 60)  # each event has 34 or 35 bytes
+
+    async def work() -> None:
+        bed = Bed()
+        two = Two(bed)
+        await two.begin("data: 0")
+        two.first.may_take.clear()
+        writing = two.write(range(1, 12))
+        await turn(60)
+        await bed.advance(STALL_S - 1)
+        assert not writing.done()
+        assert numbers_of(two.second) == list(range(5)), "the first one may go on yet"
+        await bed.advance(1)
+        await turn_until_done(writing)
+        assert writing.done()
+        assert numbers_of(two.second) == list(range(12))
+        await two.end()
+        assert numbers_of(two.first) == [0, 1, 2], "the last two were on their way"
+        assert two.first.is_complete
+        (error,) = two.first.events[3:]
+        assert error.startswith('event: error\ndata: {"error":{"message":"This client read too slowly, ')
+        assert error.endswith('"type":"invalid_request_error","param":null,"code":"events_gone"}}')
+        assert two.second.is_complete
+        assert len(two.second.events) == 12
+
+    run(work())
+
+
+def test_two_readers_of_whom_neither_stalls_both_get_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resumable, "MAX_STREAM_BYTES", 60)
+
+    async def work() -> None:
+        bed = Bed()
+        two = Two(bed)
+        await two.begin("data: 0")
+        await bed.advance(10 * STALL_S)  # while nothing comes, nobody stalls
+        for number in range(1, 8):
+            two.first.may_take.clear()
+            writing = two.write(range(4 * number - 3, 4 * number + 1))
+            await turn(60)
+            assert not writing.done()
+            await bed.advance(STALL_S - 0.5)
+            two.first.may_take.set()
+            await turn_until_done(writing)
+            assert writing.done()
+        await two.end()
+        for client in (two.first, two.second):
+            assert numbers_of(client) == list(range(29))
+
+    run(work())
+
+
+def test_a_reader_that_was_left_behind_does_not_keep_an_answer_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resumable, "MAX_STREAM_BYTES", 60)
+
+    async def work() -> None:
+        bed = Bed()
+        two = Two(bed)
+        await two.begin("data: 0")
+        two.first.may_take.clear()
+        writing = two.write(range(1, 12))
+        await turn(60)
+        await bed.advance(STALL_S)
+        await turn_until_done(writing)
+        two.second.has_left.set()
+        await two.reading
+        await turn()
+        await bed.advance(PATIENCE_S - 1)
+        two.first.has_left.set()  # its connection is given up
+        await turn()
+        assert not two.answer.task.done()
+        await bed.advance(1)
+        await two.answer.task
+        assert two.answer.was_left
 
     run(work())

@@ -10,13 +10,16 @@ comments have none. A stream is found by the id of its request and the key that 
 - An answer that nobody reads continues for `PATIENCE_S`, and then ends as if its client had left,
   with an error for clients that come later.
 - A stream is kept for `KEPT_S` after the end of its answer.
-- Beyond `MAX_STREAM_BYTES` the oldest events of a stream are forgotten, when all readers have them.
+- An answer waits for the reader that has read the most, while it is more than `MAX_LAG` events behind.
+- Beyond `MAX_STREAM_BYTES` the oldest events of a stream are forgotten, when all readers have them. It does
+  not wait for a reader that takes nothing for `STALL_S` while another one has them: that one gets an error.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
@@ -28,8 +31,9 @@ from starlette.types import Message, Receive, Scope, Send
 from penstock.errors import NotFoundError, PenstockError
 from penstock.server.answers.generation import wait_for_disconnect
 from penstock.server.answers.outlet import DIRECT, Outlet, Respond
-from penstock.server.answers.sse import STREAM_HEADERS
+from penstock.server.answers.sse import STREAM_HEADERS, error_event
 from penstock.server.http.access import key_digest
+from penstock.server.http.errors import error_bytes
 from penstock.server.http.keep_alive import Clock
 from penstock.server.http.request_record import record_of
 
@@ -37,7 +41,8 @@ RESUMABLE_HEADER = "x-penstock-resumable"
 PATIENCE_S = 30.0
 KEPT_S = 120.0
 MAX_STREAM_BYTES = 1 << 20
-MAX_LAG = 256  # events that a reader may be behind before the answer waits for it
+MAX_LAG = 256  # events that the foremost reader may be behind before the answer waits for it
+STALL_S = 5.0  # seconds in which a reader takes nothing, before an answer that others read goes on without it
 
 Sleep = Callable[[float], Awaitable[None]]
 
@@ -82,11 +87,13 @@ class _Reader:
 
     Attributes:
         last: the number of the last event that was sent to it.
+        busy_since: when it began to send what it sends now; clock seconds; infinite: it waits for news.
         num_comments: number of comments of the stream when something was last sent to it.
     """
 
-    def __init__(self, last: int) -> None:
+    def __init__(self, last: int, now: float) -> None:
         self.last = last
+        self.busy_since = now
         self.num_comments = 0
 
 
@@ -119,15 +126,14 @@ class KeptStream:
     # The side of the answer
 
     async def send(self, message: Message) -> None:
-        """Keep what the response sends, and wait while a reader is more than `MAX_LAG` events behind."""
+        """Keep what the response sends, and wait while readers are too far behind."""
         if message["type"] == "http.response.start":
             self._head = message
         else:
             for block in message.get("body", b"").split(b"\n\n"):
                 self._add(block)
         self._news.ring()
-        while any(reader.last < self._due for reader in self._readers):
-            await self._progress.next.wait()
+        await self._wait_for_readers()
         self._forget_oldest()
 
     async def receive(self) -> Message:
@@ -164,19 +170,35 @@ class KeptStream:
             self._events.append(b"id: %d\n%b\n\n" % (self._last, block))
             self._num_bytes += len(self._events[-1])
 
+    async def _wait_for_readers(self) -> None:
+        """Wait for the foremost reader, and for all that still take the events that are to be forgotten."""
+        while self._readers:
+            progress, surplus, now = self._progress.next, self._surplus, self._clock()
+            if max(reader.last for reader in self._readers) < max(surplus, self._last - MAX_LAG):
+                await progress.wait()
+                continue
+            busy_since = [min(reader.busy_since, now) for reader in self._readers if reader.last < surplus]
+            left_s = max(busy_since, default=-math.inf) + STALL_S - now
+            if left_s <= 0:
+                break
+            await _first_of(progress.wait(), self._sleep(left_s))
+
     @property
-    def _due(self) -> int:
-        """The number of the last event that each reader must have before the answer goes on."""
+    def _surplus(self) -> int:
+        """The number of the last event that is to be forgotten."""
         number, excess = self._last - len(self._events), self._num_bytes - MAX_STREAM_BYTES
         for event in self._events:
             if excess <= 0:
                 break
             number, excess = number + 1, excess - len(event)
-        return max(number, self._last - MAX_LAG)
+        return number
 
     def _forget_oldest(self) -> None:
+        """Forget the events beyond `MAX_STREAM_BYTES`, and the readers that have not got them."""
         while self._num_bytes > MAX_STREAM_BYTES:
             self._num_bytes -= len(self._events.popleft())
+        forgotten = self._last - len(self._events)
+        self._readers = {reader for reader in self._readers if reader.last >= forgotten}
 
     # The side of the readers
 
@@ -198,13 +220,17 @@ class KeptStream:
             last: number of the event after which the client reads on; 0: it reads all.
             is_first: the connection is that of the request itself, and gets the answer's own headers.
         """
-        reader = _Reader(last)
+        reader = _Reader(last, self._clock())
         reader.num_comments = self._num_comments
         self._readers.add(reader)
         self._readers_changed.ring()
         try:
             await _first_of(self._write(reader, send, is_first), wait_for_disconnect(receive))
         finally:
+            self._leave(reader)
+
+    def _leave(self, reader: _Reader) -> None:
+        if reader in self._readers:  # else the stream has gone on without it
             self._readers.discard(reader)
             self._left_at = self._clock()
             self._readers_changed.ring()
@@ -218,7 +244,11 @@ class KeptStream:
                 headers = [*self._head["headers"], _MARK] if is_first else [*STREAM_HEADERS, _MARK]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 is_started = True
+            if reader not in self._readers:
+                await send({"type": "http.response.body", "body": _TOO_SLOW, "more_body": False})
+                return
             piece = self._piece(reader)
+            reader.busy_since = self._clock() if piece else math.inf
             if piece:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
                 self._progress.ring()
@@ -243,6 +273,15 @@ def _gone(reason: str) -> Message:
 
 
 _MARK = (RESUMABLE_HEADER.encode(), b"true")
+# The last event of a reader that was too slow, on every route: clients of `/v1/messages` look for its name.
+_TOO_SLOW = b"event: error\n" + error_event(
+    error_bytes(
+        EventsGoneError(
+            "This client read too slowly, and the answer has gone on without it.",
+            remedy="Send the request again, and read its answer without a pause.",
+        )
+    )
+)
 
 
 class _Kept:
