@@ -213,12 +213,32 @@ def test_the_next_head_has_its_own_ten_seconds_from_its_first_byte() -> None:
     connection.check_late()
 
 
-def test_a_head_behind_a_request_whose_answer_is_not_complete_ends_without_a_word() -> None:
+@pytest.mark.parametrize("before", [HEAD, POST + b"Content-Length: 1\r\n\r\n{"])
+def test_a_head_that_begins_in_one_piece_with_the_request_before_has_its_ten_seconds_too(before: bytes) -> None:
+    """It had none: the connection was open for as long as that answer took, and 75 s more."""
+    connection = Connection()
+    connection.send(before + HEAD[:5])
+    connection.answer()
+    connection.loop.advance(LIMITS.header_timeout_s - 0.1)
+    assert (connection.transport.end, connection.transport.written) == ("", b"")
+    connection.loop.advance(0.2)
+    connection.check_late()
+
+
+def test_requests_that_come_in_one_piece_leave_no_time_limit_behind() -> None:
+    connection = Connection()
+    connection.send(HEAD + POST + b"Content-Length: 1\r\n\r\n{" + HEAD)
+    connection.loop.advance(100_000)
+    assert (connection.transport.end, connection.transport.written) == ("", b"")
+
+
+@pytest.mark.parametrize("pieces", [[HEAD, HEAD[:5]], [HEAD + HEAD[:5]]])
+def test_a_head_behind_a_request_whose_answer_is_not_complete_ends_without_a_word(pieces: list[bytes]) -> None:
     """What is written there would pass for a part of that answer."""
     connection = Connection()
-    connection.send(HEAD)
+    for piece in pieces:
+        connection.send(piece)
     connection.begin_answer()
-    connection.send(HEAD[:5])
     connection.loop.advance(LIMITS.header_timeout_s + 0.1)
     assert (connection.transport.end, connection.transport.written) == ("abort", b"")
 

@@ -64,7 +64,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._stall_timer: asyncio.TimerHandle | None = None
         self._in_head = True
         self._in_body = False
-        self._head_bytes = 0  # bytes received of the head, without those that came with the request before
+        self._head_bytes = 0  # bytes received of the head; of those that came with the request before, one
         self._header_bytes = 0  # of headers and trailers
         self._body_began = 0.0  # loop time
         self._body_bytes = 0  # bytes of the body itself
@@ -174,6 +174,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._in_head = True
         self._header_bytes = 0
+        if self._timer is None:  # it has come in one piece with the end of the request before
+            self._head_bytes = 1  # or more
+            self._arm(self.limits.header_timeout_s)
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
