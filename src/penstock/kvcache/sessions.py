@@ -49,19 +49,13 @@ class _Session:
     Attributes:
         asked: the operation that opened the session, or last changed its bounds.
         max_blocks: most names that are kept for it.
-        live: arrival numbers of its requests that have not ended.
         names: names of blocks that are kept for it; the first is given up first.
     """
 
     asked: OpenSession
     max_blocks: int
     used_at: float  # clock seconds
-    live: set[int] = field(default_factory=set)
     names: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-
-    def idle_until(self, now: float) -> float:
-        """Return the earliest time at which the session will have been idle for too long."""
-        return (now if self.live else self.used_at) + self.asked.idle_s
 
 
 class Sessions:
@@ -83,6 +77,7 @@ class Sessions:
         self._max_sessions = max_sessions
         self._clock = clock
         self._open: OrderedDict[str, _Session] = OrderedDict()  # used longest ago first
+        self._live: dict[str, set[int]] = {}  # by session, open or not: arrivals of requests that name it
         self._keepers: Counter[bytes] = Counter()  # how many sessions keep each name
         self._look_at = math.inf  # before this time no session has been idle for too long
         self._changed: dict[str, OpenSession | None] = {}  # since the last `take_changes`; None: closed
@@ -150,7 +145,7 @@ class Sessions:
             session.asked, session.max_blocks = operation, max_blocks
         self._use(session, now)
         self._shorten(session)
-        self._look_at = min(self._look_at, session.idle_until(now))
+        self._look_at = min(self._look_at, self._idle_until(session, now))
         self._changed[operation.session_id] = operation
 
     def close(self, session_id: str) -> None:
@@ -171,31 +166,36 @@ class Sessions:
             raise unknown_session(session_id)
 
     def enter(self, session_id: str, arrival: int) -> None:
-        """Record that the session, if it is open, has a live request, so that it is not idle.
+        """Record that the session has a live request, so that it is not idle until that request leaves.
 
-        May be called again for the same request.
+        May be called again for the same request. A session that is not open may be opened (again) while the
+        request lives. The id "" stands for no session.
 
         Args:
             arrival: the request's number.
         """
+        if session_id:
+            self._live.setdefault(session_id, set()).add(arrival)
         session = self._open.get(session_id)
         if session is not None:
-            session.live.add(arrival)
             self._use(session, self._clock())
 
     def leave(self, session_id: str, arrival: int, names: Sequence[bytes]) -> None:
         """Record that a request of the session has ended, and keep its blocks, within the session's bounds.
 
-        Nothing is done if the session is not open.
+        If the session is not open, nothing is kept.
 
         Args:
             arrival: the request's number.
             names: names (hashes) of its blocks that are in the cache, from its first on.
         """
+        live = self._live.get(session_id, set())
+        live.discard(arrival)
+        if not live:
+            self._live.pop(session_id, None)
         session = self._open.get(session_id)
         if session is None:
             return
-        session.live.discard(arrival)
         self._use(session, self._clock())
         self._keep(session, names[: session.max_blocks])
         self._shorten(session)
@@ -206,10 +206,17 @@ class Sessions:
         now = self._clock()
         if now < self._look_at:
             return
-        for session_id in [name for name, session in self._open.items() if session.idle_until(now) <= now]:
+        ends = {name: self._idle_until(session, now) for name, session in self._open.items()}
+        for session_id in [name for name, end in ends.items() if end <= now]:
             self.close(session_id)
             self.num_reaped += 1
-        self._look_at = min((session.idle_until(now) for session in self._open.values()), default=math.inf)
+            del ends[session_id]
+        self._look_at = min(ends.values(), default=math.inf)
+
+    def _idle_until(self, session: _Session, now: float) -> float:
+        """Return the earliest time at which the session will have been idle for too long."""
+        is_used = session.asked.session_id in self._live
+        return (now if is_used else session.used_at) + session.asked.idle_s
 
     def forget(self) -> None:
         """Drop all names that sessions keep, since no block is there any more; the sessions stay open."""

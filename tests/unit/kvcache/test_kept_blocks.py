@@ -273,6 +273,25 @@ def test_g4_a_request_that_ends_after_its_session_leaves_what_any_other_leaves()
     assert len(rig.sessions) == 0, "it is not taken to be there still"
 
 
+@pytest.mark.parametrize("is_open_at_first", [True, False])
+def test_g4_a_session_that_is_opened_again_does_not_expire_under_its_request(is_open_at_first: bool) -> None:
+    """The requests that run were forgotten with the session that was closed."""
+    rig = Rig(16)
+    if is_open_at_first:
+        rig.open("a", idle_s=30)
+    owner = rig.begin(chain(1, 2), "a")
+    if is_open_at_first:
+        rig.sessions.close("a")
+    rig.open("a", idle_s=30)
+    rig.clock.advance(1000)
+    rig.sessions.expire()
+    rig.end(owner)
+    assert (len(rig.sessions), rig.sessions.num_kept) == (1, 2)
+    rig.clock.advance(30)
+    rig.sessions.expire()
+    assert len(rig.sessions) == 0
+
+
 # --- the order --------------------------------------------------------------------------------------
 
 
