@@ -92,6 +92,7 @@ class HandTransport:
     """
 
     def __init__(self) -> None:
+        self.is_tls = False
         self.end = ""
         self.written = b""
         self.waiting = 0
@@ -113,7 +114,7 @@ class HandTransport:
         self.written += data
 
     def can_write_eof(self) -> bool:
-        return True
+        return not self.is_tls
 
     def write_eof(self) -> None: ...
     def pause_reading(self) -> None: ...
@@ -214,7 +215,7 @@ def test_the_next_head_has_its_own_ten_seconds_from_its_first_byte() -> None:
 
 
 @pytest.mark.parametrize("before", [HEAD, POST + b"Content-Length: 1\r\n\r\n{"])
-def test_a_head_that_begins_in_one_piece_with_the_request_before_has_its_ten_seconds_too(before: bytes) -> None:
+def test_a_head_that_begins_in_one_piece_with_the_request_before_has_ten_seconds(before: bytes) -> None:
     """It had none: the connection was open for as long as that answer took, and 75 s more."""
     connection = Connection()
     connection.send(before + HEAD[:5])
@@ -233,7 +234,9 @@ def test_requests_that_come_in_one_piece_leave_no_time_limit_behind() -> None:
 
 
 @pytest.mark.parametrize("pieces", [[HEAD, HEAD[:5]], [HEAD + HEAD[:5]]])
-def test_a_head_behind_a_request_whose_answer_is_not_complete_ends_without_a_word(pieces: list[bytes]) -> None:
+def test_a_head_behind_a_request_whose_answer_is_not_complete_ends_without_a_word(
+    pieces: list[bytes],
+) -> None:
     """What is written there would pass for a part of that answer."""
     connection = Connection()
     for piece in pieces:
@@ -485,6 +488,19 @@ def test_the_end_of_what_will_never_be_complete_or_cannot_be_probed_ends_the_con
     if sent:
         connection.send(sent)
     assert not connection.protocol.eof_received()
+    assert connection.transport.written == b""
+
+
+def test_over_tls_the_end_of_one_side_ends_the_requests_at_once() -> None:
+    """The event loop drops what is written from then on, and may tell of the connection's end much later."""
+    connection = Connection()
+    connection.send(HEAD)
+    first = connection.protocol.cycle
+    connection.send(HEAD)
+    connection.begin_answer()
+    connection.transport.is_tls = True
+    assert not connection.protocol.eof_received()
+    assert (first.disconnected, connection.protocol.cycle.disconnected) == (True, True)
     assert connection.transport.written == b""
 
 

@@ -18,7 +18,8 @@ from fake_engine import FakeEngine
 from live_server import LiveServer, events, post_bytes
 from penstock.config.limits import ConnectionLimits
 from penstock.config.server import ServerConfig
-from penstock.server.http.tls_listener import num_queued
+from penstock.server.http import tls_ending
+from penstock.server.http.tls_ending import num_queued
 from slow_clients import (
     SIX_MB,
     noted_at_shutdown,
@@ -236,6 +237,25 @@ def test_a_client_that_takes_nothing_is_given_up(certificate: Certificate) -> No
             server.wait_for(lambda: not server.engine.alive)
             server.wait_for(lambda: connections(server) == 0)
         assert server.engine.cancelled
+
+
+def test_a_slow_client_gets_all_of_the_answer_that_ends_its_connection(
+    certificate: Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had two seconds to take it, and to confirm that the connection ends."""
+    monkeypatch.setattr(tls_ending, "GOODBYE_S", 0.1)
+    with (
+        https(certificate) as server,
+        slow_client(server) as raw,
+        certificate.trusting().wrap_socket(raw, server_hostname="127.0.0.1") as slow,
+    ):
+        slow.sendall(post_bytes("/v1/completions", SIX_MB, "Connection: close\r\n"))
+        wait_until_written(server)
+        long_after = server.loop.time() + 0.5
+        server.wait_for(lambda: server.loop.time() > long_after)
+        assert connections(server) == 1
+        assert len(json.loads(take_all(slow))["choices"]) == 256
+        server.wait_for(lambda: connections(server) == 0)  # though the client never confirms it
 
 
 def test_r11_drain_lets_a_slow_client_take_the_rest_of_its_answer(

@@ -50,7 +50,8 @@ from penstock.server.app import App, create_app
 from penstock.server.engine_port import ModelCodec, ServedModel
 from penstock.server.http.http_protocol import with_limits
 from penstock.server.http.request_log import FORMATS, LogForm, RequestLog
-from penstock.server.http.tls_listener import TlsListener, num_queued
+from penstock.server.http.tls_ending import num_queued
+from penstock.server.http.tls_listener import TlsListener
 from penstock.tokenizer.chat_template import AbsentChatTemplate, ChatTemplate
 from penstock.tokenizer.model_syntax import model_syntax, tool_form_caution
 from penstock.tokenizer.template_files import load_chat_template
@@ -162,7 +163,6 @@ class HttpServer(uvicorn.Server):
     async def _let_clients_take(self, until: float) -> None:
         """Wait while slow clients take answers that are complete, up to this loop time.
 
-        Over HTTPS, connections that close after their answer end earlier (`tls_listener`).
         It looks twice: the system may be about to get more of the bytes that the event loop has encrypted.
         """
         loop = asyncio.get_running_loop()

@@ -42,6 +42,7 @@ from penstock.config.limits import ConnectionLimits
 from penstock.server.http.errors import RETRY_AFTER_S, ErrorBody, ErrorObject
 from penstock.server.http.half_closed import INTERIM, PROBE_KEY, ResetWatch
 from penstock.server.http.offered_upgrade import HttpOnlyParser
+from penstock.server.http.tls_ending import TlsTransport
 from penstock.server.http.unframed import UnframedSend
 
 
@@ -78,6 +79,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     # Connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if not transport.can_write_eof():  # TLS
+            transport = TlsTransport(transport, self.loop)  # type: ignore[assignment]
         super().connection_made(transport)
         if len(self.connections) > self.limits.max_connections:
             self._refuse(503, f"more than {self.limits.max_connections} connections are open")
@@ -117,6 +120,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if due is None or self._in_body or self._is_refused:
             return False
         if not self.transport.can_write_eof():  # TLS: one side cannot be closed alone
+            self._disconnect_all()  # the event loop sends nothing more
             return False
         if due.response_started:
             due.scope.get(PROBE_KEY, _nothing)()  # type: ignore[operator]

@@ -7,43 +7,26 @@ that never finish it. Here connections count from the first moment:
 | --- | --- |
 | `max_connections`, those in their handshake included | a further connection is closed without a handshake |
 | `header_timeout_s` for a handshake, as for the headers of a request | close |
-| 2 s in which a client takes what is left, and confirms the end of its connection | close |
+| `write_timeout_s` in which a client takes what is left when its connection ends | close |
+| 2 s in which a client that has all of it confirms the end (`tls_ending`) | close |
 
 After the handshake `http_protocol` has the connection, with all of its bounds. Bytes that wait to be sent are
 counted before their encryption. A client that takes less than 64 KiB in `write_timeout_s`, while more than
-512 KiB wait, therefore counts as one that takes nothing. `num_queued` shows whether encrypted bytes wait. A
-client that speaks plain HTTP gets no answer that it could read; the log says so. Used by `api_process`.
+512 KiB wait, therefore counts as one that takes nothing. A client that speaks plain HTTP gets no answer that
+it could read; the log says so. Used by `api_process`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import socket
 import ssl
-import sys
-import termios
 from collections.abc import Callable
 
 from penstock.config.limits import ConnectionLimits
 from penstock.process.listening import BACKLOG
 
-_GOODBYE_S = 2.0  # in which a client takes what is left, and confirms that its connection ends
 _PAUSE_S = 0.1  # after a connection could not be accepted
-
-
-def num_queued(transport: asyncio.BaseTransport) -> int:
-    """Return the bytes that the system has sent or will send and the client's host has not taken.
-
-    There are some while the event loop has encrypted bytes, which transports do not count. Where the system
-    does not say, return 0.
-    """
-    connection, queued = transport.get_extra_info("socket"), bytearray(4)
-    if connection is not None:  # else it was lost
-        with contextlib.suppress(OSError):
-            fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, queued)
-    return int.from_bytes(queued, sys.byteorder)
 
 
 class TlsListener:
@@ -113,7 +96,7 @@ class TlsListener:
                 connection,
                 ssl=self._context,
                 ssl_handshake_timeout=self._limits.header_timeout_s,
-                ssl_shutdown_timeout=_GOODBYE_S,
+                ssl_shutdown_timeout=self._limits.write_timeout_s,
             )
         except OSError as error:  # not TLS, no common version, too slow, or reset: no client could read more
             if isinstance(error, ssl.SSLError) and error.reason == "HTTP_REQUEST":
