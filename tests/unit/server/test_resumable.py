@@ -84,10 +84,14 @@ class Bed:
 
     async def advance(self, seconds: float) -> None:
         self.clock.advance(seconds)
+        self.ring()
+        await turn()
+
+    def ring(self) -> None:
+        """Wake all who have slept long enough."""
         for at, alarm in self._alarms:
             if at <= self.clock.now:
                 alarm.set()
-        await turn()
 
     def request(self, request_id: str = "request", key: str = "key", asks: bool = True) -> Request:
         headers = [(b"x-request-id", request_id.encode()), (b"authorization", f"Bearer {key}".encode())]
@@ -396,6 +400,32 @@ def test_an_answer_waits_until_a_slow_reader_has_what_is_no_longer_kept(
         assert [event.rpartition(" ")[2] for event in client.events] == texts
         await answer.end()
         await answer.task
+
+    run(work())
+
+
+@pytest.mark.parametrize("num_turns", range(8))
+def test_an_answer_that_is_stopped_ends_at_whatever_moment_it_is(
+    monkeypatch: pytest.MonkeyPatch, num_turns: int
+) -> None:
+    """It went on to its end if it was stopped while it ended its wait for a slow reader."""
+    monkeypatch.setattr(resumable, "MAX_STREAM_BYTES", 60)
+
+    async def work() -> None:
+        bed = Bed()
+        two = Two(bed)
+        await two.begin("data: 0")
+        two.first.may_take.clear()
+        writing = two.write(range(1, 12))
+        await turn(60)
+        bed.clock.advance(STALL_S)
+        bed.ring()
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        writing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await writing
+        await two.end()
 
     run(work())
 

@@ -18,7 +18,6 @@ comments have none. A stream is found by the id of its request and the key that 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -404,7 +403,6 @@ async def _first_of(*works: Awaitable[object]) -> None:
     finally:
         for task in tasks:
             task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
     for task in done:
         task.result()
