@@ -74,7 +74,11 @@ class Interruption:
 
     def __init__(self, end_fd: int) -> None:
         self._end = os.dup(end_fd)
-        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError:
+            os.close(self._end)
+            raise
 
     def watch(self, poll: select.poll) -> None:
         """Register with `poll`, so that it returns once the stream is over."""

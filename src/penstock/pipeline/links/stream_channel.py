@@ -19,6 +19,7 @@ import os
 import select
 import struct
 from collections import deque
+from contextlib import ExitStack
 from threading import Condition, Lock
 from typing import Any
 
@@ -49,16 +50,15 @@ class StreamChannel:
 
     def __init__(self, handle: StreamChannelHandle, name: str) -> None:
         self._name = f"channel {name}"
-        self._inbox = _Inbox(handle.num_messages)
         self._outbox = _Outbox(handle.num_messages)
-        self._nudge = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # wakes the thread
         self._error: PeerError | None = None  # why nothing more can be sent
-        try:
+        with ExitStack() as undo:  # closes what was made, such as if there are no more descriptors
+            self._inbox = _Inbox(handle.num_messages)
+            undo.callback(self._inbox.close)
+            self._nudge = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # wakes the thread
+            undo.callback(os.close, self._nudge)
             self._thread = StreamThread(handle.path, self._name, self._use, self._end)
-        except BaseException:
-            self._inbox.close()
-            os.close(self._nudge)
-            raise
+            undo.pop_all()
 
     def pollables(self) -> list[Any]:
         """Return one descriptor: it is readable while a message is there, or once the other end has gone."""

@@ -243,6 +243,7 @@ class StreamThread:
 
     Raises:
         ProtocolError: the credentials or names that make the stream safe cannot be used.
+        OSError: this process has no descriptor left; none stays open.
     """
 
     def __init__(
@@ -255,7 +256,11 @@ class StreamThread:
         self._name, self._use, self._tell_end = name, use, end
         self._timeout_s, self._precedence = path.open_timeout_s, path.precedence
         self._opening = opener_of(_WAYS, path.way, name)(path.way, path)
-        self._interruption = Interruption(path.end_fd)
+        try:
+            self._interruption = Interruption(path.end_fd)
+        except OSError:
+            self._opening.close()
+            raise
         self._stream: Stream | None = None
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import select
@@ -45,6 +46,35 @@ def channel_and_wire(
     closing.callback(channel.close)
     assert wire.recv(len(WELCOME)) == WELCOME
     return channel, wire, end_fd
+
+
+@pytest.mark.parametrize("num_left", range(5))
+def test_an_end_for_which_too_few_descriptors_are_left_keeps_none(
+    closing: ExitStack, monkeypatch: pytest.MonkeyPatch, num_left: int
+) -> None:
+    """Its process tries again in the next epoch, with as many descriptors as before."""
+    wire, taken = unix_pair()
+    handle = channel_handle(connected_path(taken, end_event(closing)), 16)
+    closing.callback(wire.close)
+    closing.callback(taken.close)
+    before, given = descriptors(), 0
+
+    def scarce(make: Callable[..., int]) -> Callable[..., int]:
+        def give(*arguments: int) -> int:
+            nonlocal given
+            if given == num_left:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            given += 1
+            return make(*arguments)
+
+        return give
+
+    with monkeypatch.context() as patched:
+        for name in ("dup", "eventfd"):
+            patched.setattr(os, name, scarce(getattr(os, name)))
+        with pytest.raises(OSError, match="Too many open files"):
+            open_channel(handle, "core - stage 1")
+    assert descriptors() == before
 
 
 def bytes_of(closing: ExitStack, *messages: bytes) -> bytes:
