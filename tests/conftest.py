@@ -21,8 +21,14 @@ settings.load_profile("penstock")
 
 def pytest_configure() -> None:
     """Let workers share built kernels, let interrupts reach tests, which workers ignore, and let warnings of
-    connections say whose they are."""
+    connections say whose they are.
+
+    Threads of OpenMP that wait for work sleep at once. Otherwise each of them keeps a core busy for some
+    milliseconds after every operation of torch, and the cores have other tests to run. OpenMP reads the
+    variable when torch is imported, which is later than this.
+    """
     os.environ.setdefault("PENSTOCK_TEST_BUILDS", tempfile.gettempdir())
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     tell_connections()
