@@ -10,18 +10,21 @@ Test = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @cache
+def statements_of(file: Path) -> list[ast.stmt]:
+    return ast.parse(file.read_text(encoding="utf-8"), str(file)).body
+
+
+@cache
 def all_tests_in(file: Path) -> dict[str, Test]:
     """Return the tests at the top of a file."""
-    tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
-    functions = [node for node in tree.body if isinstance(node, Test)]
+    functions = [node for node in statements_of(file) if isinstance(node, Test)]
     return {node.name: node for node in functions if node.name.startswith("test_")}
 
 
 @cache
 def fast_tests_in(file: Path) -> dict[str, Test]:
     """Return those that the fast tests do not leave out."""
-    tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
-    if any(is_slow(ast.unparse(node)) for node in tree.body if isinstance(node, ast.Assign)):
+    if any(is_slow(ast.unparse(node)) for node in statements_of(file) if isinstance(node, ast.Assign)):
         return {}
     return {
         name: test

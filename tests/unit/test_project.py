@@ -10,6 +10,7 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,8 +36,17 @@ DISTRIBUTION_OF = {
 }
 
 
+@cache
 def tree_of(path: Path) -> ast.Module:
+    """Return what a file says, which many of these tests look at."""
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees_are_dropped() -> Iterator[None]:
+    """Give back the memory, some hundred MiB, at the end."""
+    yield
+    tree_of.cache_clear()
 
 
 def shown(path: Path) -> str:
@@ -415,7 +425,7 @@ def test_files_of_tests_can_be_read_where_shared_data_is_absent() -> None:
     """A test skips itself there; asked for while a file is read, the data would end the whole run."""
     asked = []
     for path in (REPOSITORY / "tests").rglob("*.py"):
-        for statement in tree_of(path).body:
+        for statement in ast.parse(path.read_text(encoding="utf-8"), str(path)).body:
             inner = statement.decorator_list if isinstance(statement, ast.FunctionDef) else [statement]
             calls = [node for part in inner for node in ast.walk(part) if isinstance(node, ast.Call)]
             if not isinstance(statement, ast.ClassDef):

@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,9 @@ def complaints(text: Text) -> Iterator[str]:
             yield f'{text.place}: a sentence of {count} words, at most {MAX_WORDS}: "{sentence}"'
 
 
+@cache
 def all_texts() -> list[Text]:
+    """Return all texts of the source."""
     names = error_names()
     return [
         text
