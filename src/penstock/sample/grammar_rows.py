@@ -137,6 +137,7 @@ class GrammarRows(NoGrammars):
         # Two threads: the masks of running rows do not queue behind a grammar that is being built.
         self._building = ThreadPoolExecutor(1, thread_name_prefix="grammar-build")
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="grammar-mask")
+        self._are_threads_started = False
 
     def open(self) -> None:
         """Open the vocabulary before the first request needs it, which may take a second.
@@ -153,7 +154,7 @@ class GrammarRows(NoGrammars):
         grammar = self._grammars.get(new.grammar) or self._begun(new)
         row = _Row(grammar, self._num_words, self._tail, new.token_ids[new.prompt_len :])
         self._rows[new.row] = row
-        if new.grammar not in self._untold:
+        if new.grammar not in self._untold and not grammar.error:
             row.pending = self._masking.submit(row.enter)
 
     def _begun(self, new: NewRow) -> _Grammar:
@@ -163,8 +164,27 @@ class GrammarRows(NoGrammars):
             raise ProtocolError(f"row {new.row} has grammar {new.grammar}, which the plan does not define.")
         grammar = _Grammar(structured, due=self._clock() + self._timeout_s)
         self._grammars[new.grammar] = self._untold[new.grammar] = grammar
-        grammar.built = self._building.submit(grammar.build, self._vocabulary.get)
+        try:
+            self._start_threads()
+        except RuntimeError as error:
+            grammar.give_up(f"no thread can be started for it ({error})")
+        else:
+            grammar.built = self._building.submit(grammar.build, self._vocabulary.get)
         return grammar
+
+    def _start_threads(self) -> None:
+        """Start both threads, unless they run; the rows of a built grammar then never lack one.
+
+        Raises:
+            RuntimeError: the system lets no thread start now.
+        """
+        if self._are_threads_started:
+            return
+        for pool in (self._building, self._masking):
+            # A pool starts its thread with its first work, and keeps it. If the start fails, the work stays
+            # in the pool's queue for a later thread; this one does nothing.
+            pool.submit(int)
+        self._are_threads_started = True
 
     def free(self, row: int) -> None:
         self._rows.pop(row, None)
@@ -309,6 +329,12 @@ class _Grammar:
             self.error = self._matcher.error
         except BaseException as error:  # a panic of the library is not an `Exception`
             self.error, self.may_be_good = _said(error), isinstance(error, MemoryError | OSError)
+
+    def give_up(self, why: str) -> None:
+        """Give up the build, which has not begun, since this rank cannot do it now."""
+        self.error, self.may_be_good = why, True
+        self.built = Future()
+        self.built.set_result(None)
 
     def copy(self) -> Matcher:
         """Return a matcher at the beginning of its text."""

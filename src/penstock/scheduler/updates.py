@@ -115,7 +115,7 @@ def grammar_error(request: RequestState, report: BuiltGrammar) -> ErrorInfo:
     if report.may_be_good:
         return UnavailableError(
             message,
-            remedy="Try again later: the stage is short of time or memory.",
+            remedy="Try again later: the stage is short of time, memory or threads.",
             code="grammar_not_built",
         ).info()
     return ConstraintError(message, remedy="Make the grammar smaller.", param="structured_outputs").info()

@@ -211,6 +211,34 @@ def test_a_vocabulary_that_cannot_be_opened_fails_grammars_and_not_the_rank() ->
     grammars.close()
 
 
+@pytest.mark.parametrize("lacking", ["grammar-build", "grammar-mask"])
+def test_a_thread_that_cannot_start_fails_its_grammar_and_not_the_rank(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith(lacking):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    grammars = GrammarRows(VOCAB_SIZE, lambda: vocabulary)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        grammars.add(new_row(0, AB))
+        found = told(grammars)
+        assert (found.built, found.failed) == ([], {})
+        assert found.unable == {number_of(AB): "no thread can be started for it (can't start new thread)"}
+        grammars.add(new_row(1, AB))  # of a plan that the core had sent before it heard of the failure
+    grammars.drop([number_of(AB)])
+    for row in (0, 1):
+        grammars.free(row)
+    grammars.add(new_row(0, AB))  # the next request tries again
+    assert told(grammars).built == [number_of(AB)]
+    assert masks(grammars, [0])[0]
+    grammars.close()
+
+
 def test_a_limit_that_others_have_used_up_is_nobody_elses(
     vocabulary: Vocabulary, grammars: GrammarRows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
