@@ -31,7 +31,7 @@ from penstock.process.config import RankConfig
 from penstock.rank.compute_choice import load_kernels
 from penstock.rank.loading import LoadedRank, build_model, build_runner
 from penstock.rank.model_samples import ModelSamples
-from penstock.rank.stored_weights import open_weights
+from penstock.rank.stored_weights import read_model
 from penstock.runner.device_kv import DeviceKV
 
 
@@ -130,8 +130,8 @@ def rank_config(model: Path, batch: int, options: argparse.Namespace) -> RankCon
 
 
 def build_stage(config: RankConfig, kernels: CpuKernels) -> tuple[Stage, SampleSink]:
-    spec, device = load_spec(Path(config.model_path)), torch.device("cpu")
-    weights = open_weights(Path(config.model_path), spec, b"")
+    stored, device = read_model(Path(config.model_path)), torch.device("cpu")
+    spec, weights = stored.spec, stored.open_weights(b"")
     model = build_model(config, spec, kernels, weights)
     report = weights.load(model, lambda done, total: None, frozenset())
     storage = DeviceKV(

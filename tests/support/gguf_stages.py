@@ -10,12 +10,11 @@ import torch
 
 from kernel_builds import built
 from penstock.distributed.group import SOLO, TensorGroup
-from penstock.families.registry import load_spec
 from penstock.kernels.cpu.library import KERNEL_NAMES
 from penstock.kernels.cpu.ops import CpuKernels
 from penstock.layers.compute import never_quantized
 from penstock.models.decoder import Decoder
-from penstock.rank.stored_weights import open_weights
+from penstock.rank.stored_weights import read_model
 from stage_driver import StageDriver
 
 PROMPT = [(7 * index + 3) % 90 for index in range(20)]
@@ -35,10 +34,11 @@ def stages(
     with_mtp: bool = False,
 ) -> list[Decoder]:
     """The stages of a model, loaded as a rank loads them."""
-    spec = load_spec(path)
+    stored = read_model(path)
+    spec = stored.spec
     built = []
     for start, end in pairwise([0, *cuts, spec.num_layers]):
-        weights = open_weights(path, spec, b"")
+        weights = stored.open_weights(b"")
         stage = Decoder(
             spec,
             (start, end),

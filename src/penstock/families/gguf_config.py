@@ -11,7 +11,6 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from penstock.errors import CheckpointError, UnsupportedModelError
 from penstock.families.config_fields import ConfigFields
@@ -42,21 +41,19 @@ _EMBEDDING = "token_embd.weight"
 _Read = Callable[[ConfigFields, str], ModelSpec]
 
 
-def gguf_spec(path: Path, families: Mapping[str, _Read], *, dequantize: bool = False) -> ModelSpec:
+def gguf_spec(file: GgufFile, families: Mapping[str, _Read], *, dequantize: bool = False) -> ModelSpec:
     """Return the model of a GGUF file.
 
     Args:
-        path: path of the file, or of any part of a model that is split into several.
         families: by architecture, the function that reads its configuration.
         dequantize: weights in quantised blocks are to become numbers of the dtype.
 
     Raises:
         UnsupportedModelError: the architecture, or the type of a tensor, is not served; or types are to be
             dequantised that need the package `gguf`, which is not installed.
-        CheckpointError: the file is damaged, or lacks a tensor or a number of the metadata.
+        CheckpointError: the file lacks a tensor or a number of the metadata.
         ModelConfigError: a number is out of range.
     """
-    file = GgufFile.open(path)
     kind = kind_of_file(file)
     if kind is None or kind.architecture not in families:
         raise UnsupportedModelError(

@@ -1,9 +1,10 @@
 """Finds a model on disk and reads what it is.
 
 `resolve_model_directory` turns what the user typed into a directory or a GGUF file; `load_spec` reads a
-`ModelSpec` from it. The supervisor and the command line call both, a rank only `load_spec`. Torch-free, and
-nothing here opens a connection: a model of the hub must have been downloaded before (`local_models`). Code
-that a checkpoint brings along (`auto_map`) is never run.
+`ModelSpec` from it. The supervisor and the command line call both, a rank only `load_spec`, or
+`load_gguf_spec` for a file that it has opened. Torch-free, and nothing here opens a connection: a model of
+the hub must have been downloaded before (`local_models`). Code that a checkpoint brings along (`auto_map`) is
+never run.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.config.engine import ModelImpl
 from penstock.errors import ModelConfigError, UnsupportedModelError
@@ -45,6 +47,9 @@ from penstock.families.wrappers import WRAPPERS, wrapper_spec
 from penstock.gguf.part_names import part_paths
 from penstock.local_models.locating import locate_model
 from penstock.request import VectorShape
+
+if TYPE_CHECKING:
+    from penstock.gguf.file import GgufFile
 
 DEMO_MODEL = "demo"
 GENERATION_FILE = "generation_config.json"
@@ -112,9 +117,9 @@ def load_spec(directory: Path, model_impl: ModelImpl = "auto", *, dequantize: bo
         CheckpointError: a GGUF file is damaged, or lacks a tensor or a number of the metadata.
     """
     if not directory.is_dir():
-        from penstock.families.gguf_config import gguf_spec  # here: numpy is slow to import
+        from penstock.gguf.file import GgufFile  # here: numpy is slow to import
 
-        return gguf_spec(directory, _FAMILIES, dequantize=dequantize)
+        return load_gguf_spec(GgufFile.open(directory), dequantize=dequantize)
     refuse_other_format(directory)
     config = read_config(directory / "config.json")
     if config.has("auto_map"):
@@ -123,6 +128,13 @@ def load_spec(directory: Path, model_impl: ModelImpl = "auto", *, dequantize: bo
     spec = read(config, architecture)
     generation_file = directory / GENERATION_FILE
     return _with_generation(spec, read_config(generation_file)) if generation_file.exists() else spec
+
+
+def load_gguf_spec(file: GgufFile, *, dequantize: bool = False) -> ModelSpec:
+    """Return the spec of the model in a GGUF file that is open already; see `load_spec`."""
+    from penstock.families.gguf_config import gguf_spec  # here: numpy is slow to import
+
+    return gguf_spec(file, _FAMILIES, dequantize=dequantize)
 
 
 def _architecture(config: ConfigFields, model_impl: ModelImpl) -> tuple[str, _Read]:

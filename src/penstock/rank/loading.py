@@ -17,7 +17,6 @@ from penstock.attention.metadata import AnyKV, kv_tensors
 from penstock.distributed.group import SOLO, MemoryGroup, TensorGroup
 from penstock.distributed.torch_group import TorchGroup
 from penstock.errors import UsageError
-from penstock.families.registry import load_spec
 from penstock.families.sharding import HeadShares
 from penstock.families.spec import ModelSpec
 from penstock.kernels.cpu.collective import SharedGroup
@@ -41,7 +40,7 @@ from penstock.rank.compute_choice import (
     pin_threads,
 )
 from penstock.rank.model_samples import ModelSamples, sample_model
-from penstock.rank.stored_weights import StoredWeights, open_weights
+from penstock.rank.stored_weights import StoredWeights, read_model
 from penstock.runner.buffers import BufferPool
 from penstock.runner.device_kv import DeviceKV
 from penstock.runner.guarded_runner import GuardedRunner
@@ -102,14 +101,15 @@ def load_rank(config: RankConfig, progress: Callable[[int, int], None]) -> Loade
     samples = sample_model(
         directory, identity=first.identity, table=first.digests, known=config.model_identity
     )
-    spec = load_spec(directory, config.model_impl, dequantize=config.gguf_dequantize)
+    stored = read_model(directory, config.model_impl, dequantize=config.gguf_dequantize)
+    spec = stored.spec
     is_quantized = config.quantization != "none" or spec.quantization is not None
     is_ours = spec.implementation == "penstock"
     chosen = load_kernels(config, is_quantized=is_quantized) if is_ours else _NO_KERNELS
     kernels = chosen.kernels
     pin_threads(config, kernels)
     require_pp(Decoder if is_ours else TransformersModel)
-    weights = open_weights(directory, spec, first.digests)
+    weights = stored.open_weights(first.digests)
     group = tensor_group(config, kernels)
     model = (
         build_model(config, spec, kernels, weights, group)

@@ -1,19 +1,24 @@
 """The weights of a model as its files hold them: safetensors, or blocks of a GGUF file.
 
-`open_weights` chooses by the model's path. It is called by `rank.loading`, which knows no format. That module
-asks in which form to hold each matrix (`form_of`), and then has the weights loaded into the model (`load`).
+`read_model` chooses by the model's path. It is called by `rank.loading`, which knows no format. That module
+opens the weights, asks in which form to hold each matrix (`form_of`), and has the weights loaded into the
+model (`load`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from torch import nn
 
+from penstock.config.engine import ModelImpl
 from penstock.families.gguf_config import gguf_tensors
+from penstock.families.gguf_names import StoredTensor
 from penstock.families.quantization_spec import QuantizationSpec
+from penstock.families.registry import load_gguf_spec, load_spec
 from penstock.families.spec import ModelSpec
 from penstock.gguf.file import GgufFile
 from penstock.kernels.block_formats import BLOCK_FORMATS
@@ -61,16 +66,32 @@ class StoredWeights(Protocol):
         ...
 
 
-def open_weights(path: Path, spec: ModelSpec, digests: bytes) -> StoredWeights:
-    """Open the files with the weights of a model; `load` reads them.
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """A model on disk: what it is, and its weights.
 
-    Args:
-        path: a directory with safetensors, or a GGUF file.
-        digests: of the tensors that the engine's first load read, to be compared; empty at the first load.
+    Attributes:
+        open_weights: opens the files with the weights; `StoredWeights.load` reads them. Its argument has the
+            digests of the tensors that the engine's first load read, to be compared; it is empty at the
+            first load.
     """
+
+    spec: ModelSpec
+    open_weights: Callable[[bytes], StoredWeights]
+
+
+def read_model(path: Path, model_impl: ModelImpl = "auto", *, dequantize: bool = False) -> StoredModel:
+    """Return the model that is at a path; arguments and errors are those of `load_spec`."""
     if path.is_dir():
-        return SafetensorsWeights(Checkpoint(path, ReadDigests(digests)), spec)
-    return GgufWeights(GgufFile.open(path), spec, digests)
+        spec = load_spec(path, model_impl)
+        return StoredModel(
+            spec, lambda digests: SafetensorsWeights(Checkpoint(path, ReadDigests(digests)), spec)
+        )
+    # The header is read once for both: with a large vocabulary that takes a tenth of a second or more.
+    file = GgufFile.open(path)
+    spec = load_gguf_spec(file, dequantize=dequantize)
+    stored = gguf_tensors(file, spec)
+    return StoredModel(spec, lambda digests: GgufWeights(stored, spec, digests))
 
 
 class SafetensorsWeights:
@@ -125,8 +146,8 @@ class SafetensorsWeights:
 class GgufWeights:
     """The weights of a GGUF file."""
 
-    def __init__(self, file: GgufFile, spec: ModelSpec, digests: bytes) -> None:
-        self._stored = gguf_tensors(file, spec)
+    def __init__(self, stored: Mapping[str, StoredTensor], spec: ModelSpec, digests: bytes) -> None:
+        self._stored = stored
         self._is_quantized = spec.quantization is not None
         self._digests = ReadDigests(digests)
 

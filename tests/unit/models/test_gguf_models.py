@@ -24,7 +24,7 @@ from penstock.kernels.block_formats import BLOCK_FORMATS
 from penstock.layers.block_matrix import BlockMatrix
 from penstock.layers.rope import inverse_frequencies
 from penstock.models.decoder import Decoder
-from penstock.rank.stored_weights import open_weights
+from penstock.rank.stored_weights import read_model
 from stage_driver import StageDriver
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "layers": 2, "vocab_size": 96}
@@ -117,8 +117,8 @@ def test_experts_of_which_some_are_held_as_floats_are_taken_one_by_one(tmp_path:
 
 def test_only_the_own_bytes_are_read_and_little_more_is_held(tmp_path: Path) -> None:
     made = make_blocks(tmp_path, "Q4_K")
-    spec = load_spec(made.path)
-    weights = open_weights(made.path, spec, b"")
+    stored = read_model(made.path)
+    spec, weights = stored.spec, stored.open_weights(b"")
     seen: list[tuple[int, int]] = []
     stage = Decoder(
         spec,

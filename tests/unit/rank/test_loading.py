@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from checkpoints import change_one_element, make_checkpoint
+from gguf_models import as_gguf
 from penstock.errors import ModelChangedError, UnsupportedModelError, UsageError
+from penstock.gguf import file as gguf_file
+from penstock.gguf.part import GgufPart, read_part
 from penstock.kvstore import names
 from penstock.models.decoder import Decoder
 from penstock.process.config import FirstLoad, RankConfig
-from penstock.rank import loading
+from penstock.rank import stored_weights
 from penstock.rank.loading import LoadedRank, build_runner, device_of, load_rank
 from rank_configs import make_rank_configs
 
@@ -46,12 +49,26 @@ def test_a7_a_model_that_cannot_be_cut_is_refused_before_its_weights_are_opened(
     def opened(*_: object) -> None:
         raise AssertionError("the weights were opened")
 
-    monkeypatch.setattr(loading, "open_weights", opened)
+    monkeypatch.setattr(stored_weights, "Checkpoint", opened)
     with pytest.raises(AssertionError, match="the weights were opened"):
         load_rank(rank, lambda done, total: None)
     monkeypatch.setattr(Decoder, "supports_pp", False)
     with pytest.raises(UnsupportedModelError, match="Decoder does not implement pipeline parallelism"):
         load_rank(rank, lambda done, total: None)
+
+
+def test_the_header_of_a_gguf_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a large vocabulary it takes a tenth of a second or more."""
+    path = as_gguf(make_checkpoint(tmp_path / "checkpoint"), tmp_path / "gguf").path
+    config, read = make_rank_configs(path, 2)[1], []
+
+    def counted(part: Path, **how: bool) -> GgufPart:
+        read.append(part)
+        return read_part(part, **how)
+
+    monkeypatch.setattr(gguf_file, "read_part", counted)
+    load_rank(config, lambda done, total: None)
+    assert read == [path]
 
 
 def test_only_stages_that_embed_or_sample_keep_token_ids(tmp_path: Path) -> None:
