@@ -305,6 +305,7 @@ def merged_stats(replica_stats: Sequence[CoreStats | None]) -> CoreStats | None:
         stall_limit_s=max(stats.stall_limit_s for stats in each),
         epoch=max(stats.epoch for stats in each),
         loss=next((stats.loss for stats in each if stats.loss is not None), None),
+        is_loss_lasting=any(stats.is_loss_lasting for stats in each),
         restarts=Restarts(
             stages=[sum(counts) for counts in zip(*(stats.restarts.stages for stats in each), strict=True)],
             core=sum(stats.restarts.core for stats in each),
@@ -315,4 +316,5 @@ def merged_stats(replica_stats: Sequence[CoreStats | None]) -> CoreStats | None:
             for replica, stats in known
             for of_stage in stats.stage_memory
         ],
+        numeric_classes=[name for stats in each for name in stats.numeric_classes],
     )

@@ -216,6 +216,24 @@ def test_numbers_of_all_together() -> None:
     assert merged_stats([None, None]) is None
 
 
+def test_no_number_of_a_replica_is_left_out() -> None:
+    quiet = core_stats()
+    alone = core_stats(
+        STATS,
+        paused=True,
+        stored_blocks=4,
+        sessions_num_open=1,
+        plan_interval_ms=7,
+        open_operations=1,
+        loss=UnavailableError("away").info(),
+        is_loss_lasting=True,
+        numeric_classes=["avx512", "avx2"],
+    )
+    same = [name for name in alone.__struct_fields__ if getattr(alone, name) == getattr(quiet, name)]
+    assert not same, "these numbers would not be missed"
+    assert merged_stats([alone]) == alone
+
+
 def test_g4_every_replica_does_what_is_asked() -> None:
     async def run() -> None:
         engines = [OneEngine(ahead=3), OneEngine(ahead=5)]
