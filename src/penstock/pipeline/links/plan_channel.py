@@ -171,7 +171,11 @@ def wait_any(channels: Iterable[PolledChannel], timeout_s: float | None) -> None
 
 
 class QueueChannel:
-    """One end of a message channel in memory between two threads, the twin of `ZmqChannel`."""
+    """One end of a message channel in memory between two threads, the twin of `ZmqChannel`.
+
+    `send` never waits for room. What the queue holds is bounded nevertheless: ranks only answer plans, and
+    the core sends no more plans than may be in flight.
+    """
 
     def __init__(self, inbox: _Inbox, outbox: _Inbox) -> None:
         self._inbox = inbox
