@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from penstock.llm.prompt_preparer import TextPrompt, TokensPrompt
     from penstock.request import PoolingParams, SamplingParams, StructuredOutputs
 
-__version__ = "0.1.0"  # of the code that runs: another version may be installed by now
+__version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",

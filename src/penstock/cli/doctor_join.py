@@ -13,11 +13,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from penstock import __version__
 from penstock.cli.findings import Finding
 from penstock.cli.flags import flag
 from penstock.cli.terminal import remedy_of
-from penstock.config.hosts import own_host_name, parse_address, state_directory
+from penstock.config.hosts import own_host_name, own_version, parse_address, state_directory
 from penstock.errors import OtherVersionError, PenstockError
 from penstock.hosts.network.link_choice import MeasuredPair, best_pair, idle_warning, speed_text
 from penstock.hosts.network.port_check import CheckedPorts, port_list
@@ -93,7 +92,7 @@ def findings_of(visited: Visited, address: str = "") -> list[Finding]:
     head_whole, own_whole = not visited.unreached_at_head, not visited.unreached_here
     return [
         Finding("ok", "head", f"{visited.head_name} lets this host join as {visited.name}"),
-        Finding("ok", "version", f"{__version__} on both hosts"),
+        Finding("ok", "version", f"{own_version()} on both hosts"),
         _ports("ports of head", visited.head, visited.unreached_at_head, visited.head_name, own_whole),
         _ports("own ports", visited.own, visited.unreached_here, visited.name, head_whole),
         *_links(visited.to_head, visited.from_head, address),

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import msgspec
 
+from penstock import __version__
 from penstock.config.checks import MAX_AGE_S, above_zero, at_least
 from penstock.config.home import home_path
 from penstock.config.ray import ray_options
@@ -118,6 +119,15 @@ def parse_address(text: str, flag: str, default_port: int = DEFAULT_PORT) -> tup
 def own_host_name(given: str) -> str:
     """Return the name of this host: the given name, or the machine's name in characters that are allowed."""
     return given or re.sub(r"[^A-Za-z0-9._-]+", "-", socket.gethostname()).strip("-._")[:64] or "host"
+
+
+def own_version() -> str:
+    """Return the version of Penstock that this process runs; all hosts must have the same.
+
+    The package that is installed may be another one by now. The import rules let few modules import the
+    package's root, so the others ask here.
+    """
+    return __version__
 
 
 def state_directory(given: str | os.PathLike[str] | None) -> Path:

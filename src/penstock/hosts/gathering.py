@@ -17,8 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from penstock import __version__
-from penstock.config.hosts import HostsConfig, head_directory, own_host_name, parse_address
+from penstock.config.hosts import HostsConfig, head_directory, own_host_name, own_version, parse_address
 from penstock.errors import JoinTokenError, LinkClosedError, PeerError, PenstockError, UnavailableError
 from penstock.hosts.agent_messages import NotNeeded
 from penstock.hosts.launchers.engine_hosts import Tell, Voices
@@ -271,7 +270,7 @@ class GatheredHosts:
         connected = ConnectedHosts(self._name)
 
         def make_door(on_refused: Callable[[str, PenstockError], None]) -> Door[HeadConversation]:
-            return worker_door(listener, identity, book, connected, self._name, __version__, on_refused)
+            return worker_door(listener, identity, book, connected, self._name, own_version(), on_refused)
 
         return WorkerGate(make_door, connected, self._weights.serve, visits.receive)
 

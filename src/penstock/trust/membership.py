@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock import __version__
+from penstock.config.hosts import own_version
 from penstock.errors import (
     CertificateError,
     JoinError,
@@ -112,7 +112,7 @@ class Membership:
         joined = rejoin(
             head,
             self._credentials[0],
-            version=__version__,
+            version=own_version(),
             path=self._path,
             hold=cancellation.add,
             claimed=claimed,
@@ -125,7 +125,7 @@ class Membership:
             head,
             token,
             host=self._name,
-            version=__version__,
+            version=own_version(),
             path=self._path,
             hold=cancellation.add,
         )

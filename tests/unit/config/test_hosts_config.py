@@ -101,7 +101,7 @@ def test_g1_a_machine_has_a_name_that_a_certificate_can_carry(
 def test_r15_a_process_has_the_version_of_its_code_when_the_package_is_replaced_under_it() -> None:
     """A worker whose head comes later still has the old code: it is not trusted as a new one."""
     replaced = "from importlib import metadata; metadata.version = lambda name: '9.9.9'"
-    command = f"import penstock; {replaced}; print(penstock.__version__)"
+    command = f"from penstock.config import hosts; {replaced}; print(hosts.own_version())"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=60)
     assert done.stdout == f"{__version__}\n"
 

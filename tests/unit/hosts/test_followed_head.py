@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from clusters import Cluster, served
-from penstock import __version__
+from penstock.config.hosts import own_version
 from penstock.errors import (
     CertificateError,
     JoinTokenError,
@@ -135,7 +135,7 @@ def test_g1_a_head_is_joined_where_a_search_finds_it(cluster: Cluster, tmp_path:
     cluster.joined("desk").save(path)
     said: list[str] = []
     found: list[Address] = []
-    with served(cluster, __version__) as door:
+    with served(cluster, own_version()) as door:
         membership = Membership("desk", path, GivenTokens(None), said.append)
         head = FollowedHead(membership, NOW, lambda *_: found.pop(), said.append)
         found.append(door.address)

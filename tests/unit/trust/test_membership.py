@@ -13,7 +13,7 @@ import pytest
 
 from clusters import Cluster, answering, served
 from descriptors import no_descriptor_left
-from penstock import __version__
+from penstock.config.hosts import own_version
 from penstock.errors import (
     CertificateError,
     JoinError,
@@ -73,7 +73,7 @@ def cluster(tmp_path: Path) -> Cluster:
 def desk(tmp_path: Path, cluster: Cluster) -> Desk:
     """Has joined."""
     made = Desk(tmp_path)
-    with served(cluster, __version__) as door:
+    with served(cluster, own_version()) as door:
         made.join(door.address, Prompt(cluster.token))
         door.await_news(lambda: door.entered == ["desk"])
     cluster.connected.leave("desk")
@@ -117,12 +117,12 @@ def test_r15_another_cluster_at_the_address_costs_no_worker_its_certificate(
 ) -> None:
     """With a token of its own cluster it has no reason to believe the other one either."""
     tokens = token_file(tmp_path, cluster.token) if has_file else Prompt()
-    with served(Cluster(tmp_path / "other"), __version__) as door:
+    with served(Cluster(tmp_path / "other"), own_version()) as door:
         membership = desk.membership(tokens)
         with pytest.raises(WrongClusterError, match="keeps its certificate") as caught:
             membership.join(door.address, Cancellation())
         assert not membership.is_final(caught.value)
-    with served(cluster, __version__) as door:
+    with served(cluster, own_version()) as door:
         desk.join(door.address, Prompt())
 
 
@@ -131,17 +131,17 @@ def test_g1_the_token_of_a_head_that_was_set_up_anew_is_taken_from_its_file(
 ) -> None:
     anew = Cluster(tmp_path / "anew")
     tokens = token_file(tmp_path, anew.token)
-    with served(anew, __version__) as door:
+    with served(anew, own_version()) as door:
         desk.join(door.address, tokens)
         door.await_news(lambda: door.entered == ["desk"])
     anew.connected.leave("desk")
-    with served(anew, __version__) as door:
+    with served(anew, own_version()) as door:
         desk.join(door.address, Prompt())
 
 
 def test_r15_with_the_token_of_another_head_a_stranger_is_tried_again(desk: Desk, tmp_path: Path) -> None:
     tokens = token_file(tmp_path, Cluster(tmp_path / "anew").token)
-    with served(Cluster(tmp_path / "stranger"), __version__) as door:
+    with served(Cluster(tmp_path / "stranger"), own_version()) as door:
         membership = desk.membership(tokens)
         with pytest.raises(WrongClusterError, match="nothing was sent") as caught:
             membership.join(door.address, Cancellation())
@@ -150,7 +150,7 @@ def test_r15_with_the_token_of_another_head_a_stranger_is_tried_again(desk: Desk
 
 def test_r15_a_worker_whose_head_has_revoked_it_asks_for_a_token(desk: Desk, cluster: Cluster) -> None:
     cluster.book.revoke_host("desk")
-    with served(cluster, __version__) as door:
+    with served(cluster, own_version()) as door:
         desk.join(door.address, Prompt(cluster.token))
         door.await_news(lambda: door.entered == ["desk"])
     (line,) = desk.said
@@ -166,7 +166,7 @@ def test_r15_a_worker_with_an_expired_certificate_asks_for_a_token(cluster: Clus
     authority = cluster.identity.certificate_pem
     Credentials(key_pem=key, certificate_pem=certificate, authority_pem=authority).save(desk.path)
     cluster.wall_clock.seconds += 5 * HOST_LIFE_S
-    with served(cluster, __version__) as door:
+    with served(cluster, own_version()) as door:
         desk.join(door.address, Prompt(cluster.token))
         door.await_news(lambda: door.entered == ["desk"])
     assert "refused our certificate" in desk.said[0]
@@ -176,7 +176,7 @@ def test_r15_a_revoked_worker_waits_for_the_file_with_its_token(
     desk: Desk, cluster: Cluster, tmp_path: Path
 ) -> None:
     cluster.book.revoke_host("desk")
-    with served(cluster, __version__) as door:
+    with served(cluster, own_version()) as door:
         membership = desk.membership(GivenTokens(tmp_path / "token"))
         with pytest.raises(JoinError, match="does not exist") as caught:
             membership.join(door.address, Cancellation())
@@ -212,7 +212,7 @@ def test_r16_a_worker_comes_back_though_neither_disk_has_room(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", no_room)  # what is written privately is written so
-    with served(cluster, __version__) as door:
+    with served(cluster, own_version()) as door:
         desk.join(door.address, Prompt())
         door.await_news(lambda: door.entered == ["desk"])
 
@@ -220,7 +220,7 @@ def test_r16_a_worker_comes_back_though_neither_disk_has_room(
 def test_r16_a_host_that_has_no_descriptor_for_its_connection_tries_again(
     desk: Desk, cluster: Cluster
 ) -> None:
-    with served(cluster, __version__) as door:
+    with served(cluster, own_version()) as door:
         own = desk.membership(Prompt())
         with no_descriptor_left(), pytest.raises(JoinError, match="Too many open files") as raised:
             own.join(door.address, Cancellation())
@@ -250,14 +250,14 @@ def test_r16_a_host_whose_certificate_is_old_comes_back_though_a_disk_has_no_roo
     def no_room(path: Path, content: bytes) -> None:
         raise UsageError(f"{path} cannot be written: No space left on device.")
 
-    with served(cluster, __version__) as door, monkeypatch.context() as full:
+    with served(cluster, own_version()) as door, monkeypatch.context() as full:
         full.setattr(admission if is_head_full else credentials, "replace_private", no_room)
         desk.join(door.address, Prompt())
         door.await_news(lambda: door.entered == ["desk"])
     assert "No space left" in desk.said[-1]
     assert Credentials.load(desk.path) == before
     cluster.connected.leave("desk")
-    with served(cluster, __version__) as door:
+    with served(cluster, own_version()) as door:
         own = desk.membership(Prompt())
         own.join(door.address, Cancellation()).connection.close()
     assert Credentials.load(desk.path) != before, "with room it is renewed"
@@ -293,7 +293,7 @@ def test_r16_a_revoked_host_with_a_token_that_has_no_room_for_its_join_tries_aga
 
     cluster.book.revoke_host("desk")
     tokens = token_file(tmp_path, cluster.token)
-    with served(cluster, __version__) as door:
+    with served(cluster, own_version()) as door:
         own = desk.membership(tokens)
         with monkeypatch.context() as full:
             full.setattr(membership, "join_with_token", fail)

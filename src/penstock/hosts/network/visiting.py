@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock import __version__
+from penstock.config.hosts import own_version
 from penstock.hosts.agent_wire import AgentWire
 from penstock.hosts.network.interfaces import addresses_beside, unmapped
 from penstock.hosts.network.link_measuring import MEASURING_S
@@ -124,7 +124,7 @@ def _entered(settings: VisitSettings, token: Callable[[], JoinToken]) -> tuple[J
     try:
         credentials = Credentials.load(settings.credentials)
     except FileNotFoundError:
-        claim = TokenVisit(token(), settings.name, __version__)
+        claim = TokenVisit(token(), settings.name, own_version())
         return visit(settings.head, claim, token_client_context()), VISITOR_ROLE
-    again = CertificateVisit(credentials, __version__, time.time())
+    again = CertificateVisit(credentials, own_version(), time.time())
     return visit(settings.head, again, link_client_context(credentials)), AGENT_ROLE

@@ -95,7 +95,7 @@ class Head:
 def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Head]:
     monkeypatch.setattr(visiting, "MEASURING_S", 0.0)
     monkeypatch.setattr(link_measuring, "LIMIT_S", 60.0)  # that a slow thread may take
-    monkeypatch.setattr(visiting, "__version__", VERSION)
+    monkeypatch.setattr(visiting, "own_version", lambda: VERSION)
     monkeypatch.setattr(port_check, "MOST_PORTS", 3)
     made = Head(tmp_path)
     yield made
@@ -138,7 +138,7 @@ def test_r15_a_visitor_without_the_token_sees_nothing(head: Head) -> None:
 
 
 def test_g1_a_head_of_another_version_is_named(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visiting, "__version__", "9.9.9")
+    monkeypatch.setattr(visiting, "own_version", lambda: "9.9.9")
     with pytest.raises(OtherVersionError, match=r"9\.9\.9"):
         head.visit()
 
