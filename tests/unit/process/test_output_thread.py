@@ -186,7 +186,7 @@ def test_r16_a_worker_with_a_full_disk_under_its_output_runs_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class TalkingWorker:
-        def __init__(self, settings: object, token: object, tell: Any, stop: object) -> None:
+        def __init__(self, settings: object, token: object, tell: Any, stop: object, **_: object) -> None:
             self._tell = tell
 
         def run(self) -> None:
