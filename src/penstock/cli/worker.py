@@ -119,7 +119,7 @@ def _launcher(**is_given: bool) -> Launcher | None:
 def _work(
     settings: WorkerSettings, launched: Launched, token_file: Path | None, invocation: Invocation
 ) -> int:
-    from penstock.hosts.followed_head import found_nowhere
+    from penstock.hosts.network.followed_head import found_nowhere
     from penstock.hosts.network.head_search import found_head, head_elsewhere
     from penstock.hosts.worker import Worker
     from penstock.kvstore.own_store import require_usable

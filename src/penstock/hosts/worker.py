@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.errors import JoinError, LinkClosedError, PeerError, PenstockError, WaitTimeoutError
-from penstock.hosts.followed_head import Find, FollowedHead, found_nowhere
 from penstock.hosts.join_attempts import JoinAttempts
+from penstock.hosts.network.followed_head import Find, FollowedHead, found_nowhere
 from penstock.hosts.station import Station, WorkerSettings
 from penstock.hosts.weights.weight_cache import WeightCache
 from penstock.process.readiness import Waitable

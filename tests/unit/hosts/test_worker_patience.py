@@ -16,8 +16,8 @@ from agent_pairs import SECRET
 from fakes import FakeClock
 from penstock.errors import CertificateError, LinkClosedError, PeerError
 from penstock.hosts import worker
-from penstock.hosts.followed_head import Find, found_nowhere
 from penstock.hosts.local_process import Descriptor
+from penstock.hosts.network.followed_head import Find, found_nowhere
 from penstock.hosts.station import WorkerSettings
 from penstock.process.link_ports import PortRange
 from penstock.trust.cancellation import Cancellation

@@ -22,8 +22,8 @@ from penstock.errors import (
     WaitTimeoutError,
     WrongClusterError,
 )
-from penstock.hosts.followed_head import FollowedHead
 from penstock.hosts.local_process import Descriptor
+from penstock.hosts.network.followed_head import FollowedHead
 from penstock.hosts.station import WorkerSettings
 from penstock.hosts.worker import Worker, credentials_path
 from penstock.process.link_ports import PortRange
