@@ -121,7 +121,7 @@ def command_of(part: str) -> list[str]:
     if part == MUTANTS:
         return [sys.executable, part]
     # On a busy machine some tests compute for minutes; to show where they are may end the interpreter.
-    pytest = [sys.executable, "-m", "pytest", "-o", "faulthandler_timeout=900"]
+    pytest = [sys.executable, "-m", "pytest", "-o", "faulthandler_timeout=1800"]
     if part == NO_COMPILER:
         return [*pytest, "-m", "not gpu and not doors", *COMPUTING]
     return [*pytest, "-m", MARKS, part]
