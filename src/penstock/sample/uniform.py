@@ -1,4 +1,4 @@
-"""The random numbers of the sampler: a pure function of (seed, index), where the index is the position.
+"""The random numbers of the sampler: a pure function of (seed, index of the token in its output).
 
 There is no generator with a state, so that every layout and every replay draws the same.
 
