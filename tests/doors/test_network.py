@@ -214,6 +214,7 @@ def fail_with_a_process(make: Made, pids: list[int]) -> None:
         host = network.hosts[0]
         child = host.popen([sys.executable, "-S", "-c", ESCAPED], stdout=subprocess.PIPE, text=True)
         pids.append(int(child.stdout.readline()))
+        child.wait(HANG_S)  # its own child may print before it has ended
         assert host.processes() == pids
         raise KeyError
 
