@@ -18,6 +18,7 @@ import pytest
 from deepseek_models import MODELS, make_with_mtp
 from depth import sampled
 from drafters import without_costs
+from gguf_models import as_gguf
 from mtp_reference import MTPReference
 from pairwise import Case, drawn
 from penstock import LLM, SamplingParams
@@ -294,6 +295,17 @@ def test_a_request_may_do_without(models: dict[bool, Path]) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, speculative=False)
         llm.generate([{"prompt_token_ids": PROMPTS[0]}], sampling, use_tqdm=False)
         assert told(llm).num_drafted == 0
+
+
+def test_the_layer_of_a_gguf_file_guesses_too(models: dict[bool, Path], tmp_path: Path) -> None:
+    path = as_gguf(models[True], tmp_path).path
+    with engine(path) as llm:
+        expected = generate(llm)
+    with engine(path, speculative_method="mtp", pipeline_parallel_size=2) as llm:
+        assert generate(llm) == expected
+        stats = told(llm)
+        assert stats.drafter == "mtp"
+        assert stats.num_accepted > 0
 
 
 def test_a_model_without_the_layer_is_refused_by_name(tmp_path: Path) -> None:

@@ -95,7 +95,11 @@ class AllowedNames:
         self._by_name: dict[PeerName, Credentials] = {}
 
     def allow(self, name: PeerName, credentials: Credentials) -> None:
-        """Keep the credentials of the process `name`, and forget those of older epochs."""
+        """Keep the credentials by which the process `name` of this host proves itself to other hosts.
+
+        The head has sent them, for one epoch: until a process of the pipeline is lost. The credentials of all
+        processes of older epochs are forgotten.
+        """
         self._by_name = {each: kept for each, kept in self._by_name.items() if each.epoch >= name.epoch}
         self._by_name[name] = credentials
         self.run_of_head = name.run
@@ -402,7 +406,11 @@ class Agent:
         self._watch.kill()
 
     def close(self) -> None:
-        """Send the head a farewell, kill all processes that it requested, and close all that belongs here."""
+        """Send the head a farewell, end the processes that the head has requested, and close host and agent.
+
+        The farewell is dropped if the head is not connected. The processes are killed, and their end is
+        awaited.
+        """
         self._wire.connection.send(Leaving())
         self._end_all()
         self._watch.close()

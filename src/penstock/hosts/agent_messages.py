@@ -164,14 +164,16 @@ class TouchMember(msgspec.Struct, frozen=True, kw_only=True, tag="touch_member")
 
 
 class Accept(msgspec.Struct, frozen=True, kw_only=True, tag="accept"):
-    """A request to make an end of a connection, which the end of another process then joins.
+    """Asks an agent to make an end of a connection, which the end of another process then joins.
 
     `Accepted` or `EndFailed` answers it.
 
     Attributes:
         number: the head's number for the end, by which later messages name it.
-        kind: kind of the connection, such as "tls" or "ring", which the host has offered.
-        need, parties: what the connection is for, and between which processes it runs.
+        kind: kind of the connection, which the host has offered, such as "ring" (a ring in shared memory, to
+            a process of the same host) or "tls" (to another host).
+        need: what the connection is for, such as a link that carries hidden states.
+        parties: the processes at both ends; if several join, the first of them.
     """
 
     number: int
@@ -209,7 +211,10 @@ class TouchEnd(msgspec.Struct, frozen=True, kw_only=True, tag="touch_end"):
 
 
 class AskResources(msgspec.Struct, frozen=True, tag="ask_resources"):
-    """A question about the cores, memory and GPUs that the host can give now; `Resources` answers it."""
+    """Asks an agent which CPU cores, memory and GPUs its host can give now; `Resources` answers it.
+
+    Of the memory only what is free counts; cores and GPUs count even while they are in use.
+    """
 
 
 class AskClock(msgspec.Struct, frozen=True, kw_only=True, tag="ask_clock"):

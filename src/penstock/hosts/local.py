@@ -79,7 +79,10 @@ class LocalHost:
         return msgspec.structs.replace(self._detect(), name=self.name)
 
     def clocks(self) -> Sequence[HostClock]:
-        """Return one clock with offset 0, since this host is the head. Implements `RankHost.clocks`."""
+        """Return offset 0 for this host's clock: it is the head's own clock. Implements `RankHost.clocks`.
+
+        On a worker nothing calls this; the head estimates that host's offset (`RemoteHost.clocks`).
+        """
         return [HostClock(host=self.name, offset_ns=0, error_ns=0)]
 
     def start_rank(self, rank: RankConfig, name: str, member_index: int) -> Member:

@@ -187,6 +187,9 @@ def spawn(
 ) -> LocalMember:
     """Start `python -m module` as a child of the calling thread, and return it as a member.
 
+    That thread must outlive the child, since most children die with the thread that has started them. The
+    child reports its status over a pipe that the member reads.
+
     Args:
         config: bytes that the child reads from its config pipe, to the end.
         name, stage, member_index: as for `Member`.

@@ -134,8 +134,11 @@ class Member(ABC):
     def kill(self, reason: str) -> None:
         """Kill the process at once, and note the reason as its failure if it has none yet.
 
+        Does not wait for its end.
+
         Args:
-            reason: what the process did or did not do, as it stands behind its name in a sentence.
+            reason: what the process did or did not do, as it stands behind its name in a sentence, such as
+                "has given no sign of life for 3.0 s".
         """
         if self.failure is None:
             self.failure = self._lost(f"{reason}, and was killed")

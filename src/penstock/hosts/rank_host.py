@@ -206,11 +206,14 @@ class RankHost(Protocol):
         ...
 
     def accept(self, kind: str, need: Need, parties: Parties) -> HostEnd:
-        """Make and return the end of a connection that one or more other ends join.
+        """Make the accepting end of a connection for a process of this host, and return it; other ends join.
+
+        The caller hands `HostEnd.endpoint` to that process. Several ends join only where the ranks of a stage
+        meet in shared memory (`MeetingNeed`).
 
         Args:
             kind: kind of connection, one that `offers` has returned.
-            need: what the connection is for.
+            need: what the connection is for, with the sizes of its buffers or messages.
             parties: the processes of both ends; if several join, the first of them.
 
         Raises:

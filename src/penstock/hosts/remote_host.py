@@ -526,7 +526,11 @@ class RemoteHost:
             self._lose(LinkClosedError("its worker has ended."))
 
     def shut_out(self, error: PeerError) -> None:
-        """Give the host up as lost for this error, if it is connected now; else do nothing."""
+        """Give the host up as lost for this error, if it is connected now; else do nothing.
+
+        Its processes count as lost, too. Called when the certificate of its worker counts no more
+        (`hosts.revocations`); with that certificate the worker is not let in again.
+        """
         if self._wire.failure is None:
             self._lose(error)
 

@@ -95,14 +95,17 @@ class _NoAgent:
 
 
 class Station:
-    """The lasting parts of a worker, its host, log and agent: in use from its start to its end.
+    """Holds what a worker keeps from one connection to the next: its host, its log and its agent.
+
+    The agent carries out on this host what the head requests. A head of another cluster gets a new agent.
 
     Args:
-        spare_path: path of a socket where a spare process waits for the next worker if this one is killed.
+        spare_path: path of the socket of a spare process, which waits to become a rank. If this worker is
+            killed, the next worker on this machine connects there and takes the spare process over.
         cache: fetched weights on the disk of this host.
         tell: takes lines for the user.
         stop: object to poll: readable when the worker is to end.
-        attempts: object to poll: readable when an attempt to join the head has ended.
+        attempts: object to poll: readable when an attempt to join the head has ended (`JoinAttempts`).
         clock: returns monotonic seconds.
     """
 

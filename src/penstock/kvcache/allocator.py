@@ -55,6 +55,8 @@ class BlockAllocator:
     def find(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the ids of the cached blocks with these hashes, up to the first that is not cached.
 
+        Nothing is held: without `attach` or `pin` the blocks may be evicted when blocks are taken next.
+
         Args:
             hashes: names of a request's blocks, from its first on (`kvcache.block_hash`).
         """

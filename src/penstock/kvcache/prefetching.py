@@ -124,9 +124,11 @@ class LoadedBlocks(NamedTuple):
 
 
 class Prefetching:
-    """Loads the prefixes of waiting requests from the KV store: looks them up, and orders ranks to load them.
+    """Orders ranks to load blocks with which waiting requests begin, from the KV store into the KV pool.
 
-    A name is the content hash of a block. Requests are known by their arrival numbers.
+    The catalogue says which of these blocks are stored. A request that has waited too long starts with the
+    blocks that have come, and computes the others. A name is the content hash of a block. Requests are known
+    by their arrival numbers.
 
     Args:
         allocator: gives blocks of the pool to load into.
@@ -135,7 +137,7 @@ class Prefetching:
         orders: takes the orders to the ranks.
         memory: the record of the blocks that ranks keep in host memory; what they load is kept there, too.
         clock: monotonic seconds.
-        patience: seconds that a request may wait for its blocks from the store (`PrefetchPatience`).
+        patience: the longest waits of a request for the catalogue's answer and for its blocks.
     """
 
     def __init__(

@@ -138,14 +138,15 @@ class StorageTier:
         self._write_back.store_found(blocks, names)
 
     def fetch_blocks(self, arrival: int, names: Sequence[bytes], first: int) -> None:
-        """Ask the catalogue which blocks of a waiting request are in the store, to load them later.
+        """Ask the catalogue which blocks of a waiting request are in the store; nothing is loaded yet.
 
-        `take_answers` orders the loads. Nothing is done if the pool has all blocks.
+        `take_answers` orders the loads once the answer has come. Nothing is asked if the pool has all blocks.
 
         Args:
             arrival: the request's number.
             names: names of all blocks with which the request could begin.
-            first: the index of the first of these that the pool lacks; those from it on are looked up.
+            first: the index of the first of these that the pool lacks. All from it on are looked up, even
+                those that the pool has.
         """
         self._prefetching.fetch_blocks(arrival, names, first)
 

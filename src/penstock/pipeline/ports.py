@@ -53,7 +53,10 @@ class Sink(Protocol):
         ...
 
     def put_tensors(self, tensors: IntermediateTensors, batch: ForwardBatch) -> None:
-        """Pass on the output of the stage's last layer: send it to the next stage, or sample from it."""
+        """Send the output of the stage's last layer to the next stage, or sample from it in the last stage.
+
+        The last stage then sends the samples to all earlier stages, and the result to the core.
+        """
         ...
 
 

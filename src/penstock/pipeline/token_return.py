@@ -40,11 +40,14 @@ MOST_IDS = 1 << 31
 
 
 class TokenSender:
-    """The last stage's end of the token return: sends each step's samples to all earlier stages.
+    """Sends the samples of each step from the last stage to all earlier stages.
+
+    The core gets its result over another channel (`pipeline.ports.SampleSink`).
 
     Args:
         embedding: channels to the ranks of the first stage, which get the ids.
-        others: channels to the ranks of the stages between, which get counts.
+        others: channels to the ranks of the stages between. They get two counts for each row: of sampled ids,
+            and of rejected drafts.
     """
 
     def __init__(self, embedding: Sequence[MessageChannel], others: Sequence[MessageChannel] = ()) -> None:

@@ -16,11 +16,15 @@ from penstock.weights.read_digests import parse_table, record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSamples:
-    """The digests of samples of a model's files, by which another load can see that the files are the same.
+    """Shows by digests of samples of a model's files whether a later load finds the same files.
+
+    The files are config.json and those with weights. Of the weights only the headers and a few places are
+    read. A rank that takes the place of a lost one is compared with the engine's first load.
 
     Attributes:
-        identity: the digest of the whole model (`kvstore.names.model_identity`).
-        table: a record for each file, in the form of `weights.read_digests`.
+        identity: one digest of all samples (`kvstore.names.model_identity`).
+        table: a record for each file, in the form of `weights.read_digests`; empty if the rank's host knew
+            the identity already.
     """
 
     identity: bytes

@@ -135,13 +135,14 @@ class Admission:
     def receive(
         self, request: GenerationRequest, now: float, output_ids: Sequence[int] = (), num_scores: int = 0
     ) -> RequestState:
-        """Return the scheduler's state of a request that is new, or that a lost core process had begun.
+        """Check the lengths of a request, and return the scheduler's state of it, with a new arrival number.
 
-        The request gets the next arrival number. It is not put into a queue here.
+        The request is new, or a lost core process had begun it. It is not put into a queue here.
 
         Args:
             now: the time of arrival, in seconds of the scheduler's clock.
-            output_ids: tokens that the lost core had generated for it.
+            output_ids: tokens that the lost core had generated for it, which are not checked; empty if the
+                request is new.
             num_scores: prompt tokens whose scores (log-probabilities) the lost core had returned.
 
         Raises:

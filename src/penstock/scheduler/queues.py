@@ -178,7 +178,10 @@ class RequestState:
 
     @property
     def num_outputs(self) -> int:
-        """The number of output tokens that have come back from the stages."""
+        """The number of output tokens that the core knows; those that a lost core had got count, too.
+
+        Tokens of steps in flight do not count.
+        """
         return len(self.token_ids) - self.prompt_len
 
     @property

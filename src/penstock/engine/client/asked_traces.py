@@ -34,7 +34,10 @@ class AskedTraces:
             answer.set_result(spans)
 
     def fail_all(self, error: ErrorInfo) -> None:
-        """Fail all futures with this error, because the core that was asked has gone."""
+        """Fail all open futures with this error, since the traces that they wait for will not come.
+
+        A trace is the timed work of the stages. The next core can be asked as before.
+        """
         answers, self._answers = self._answers, deque()
         for answer in answers:
             if not answer.done():

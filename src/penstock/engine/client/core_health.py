@@ -185,7 +185,10 @@ class CoreHealth:
         return None
 
     def status(self) -> EngineStatus:
-        """Return whether the engine is ready, and if not, why, with the core's statistics."""
+        """Return whether the engine is ready, and if not, why, with the statistics that the core sent last.
+
+        The core is not asked.
+        """
         reason = self._reason()
         ready = not reason
         if ready != self._was_ready:

@@ -79,6 +79,8 @@ def require_mtp(config: EngineConfig, spec: ModelSpec, directory: Path) -> None:
     by = "" if spec.implementation == "penstock" else " when it runs with the layers of transformers"
     missing = f"{spec.architecture} has no MTP layer{by}"
     if spec.has_mtp:
+        if not directory.is_dir():  # of a GGUF file, the spec names the layer only if the tensors are there
+            return
         needed = f"model.layers.{spec.num_layers}.eh_proj.weight"
         if needed in Checkpoint(directory).names:
             return

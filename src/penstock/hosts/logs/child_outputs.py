@@ -37,7 +37,11 @@ class ChildOutput:
 
 
 class Outputs(Protocol):
-    """The interface of an object that gives an output to each process that a host starts."""
+    """Decides where each process that a host starts prints; the interface of all outputs.
+
+    The process prints where this one does (`InheritedOutputs`), or into a pipe that is read here
+    (`PipedOutputs`).
+    """
 
     def opened(self) -> contextlib.AbstractContextManager[ChildOutput]:
         """Return a context manager that gives the output for a process, which is to be started in the block.

@@ -68,7 +68,10 @@ class FoundWay(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def wires_between(own: Listening, other: Listening) -> list[list[AddressPair]]:
-    """Return the network paths that may join two hosts, each as the pairs of addresses to try.
+    """Return the network paths to try between two hosts, each as the pairs of addresses to dial.
+
+    A path joins an interface of one host to one of the other, which may have several addresses each. The most
+    promising paths and pairs come first, and only a few of them are returned. Nothing is dialled here.
 
     Args:
         own, other: where the two hosts listen.

@@ -262,7 +262,10 @@ class WaySearch:
         return self.is_settled(names)
 
     def close(self) -> None:
-        """End all searches and the thread; this may wait some seconds for a measurement of this host."""
+        """End all searches and their thread; wait some seconds if this host itself is just measuring.
+
+        Searches that have not begun are dropped, and other hosts are asked no more.
+        """
         self.is_closed = True
         self._jobs.close()
         with self._news:

@@ -27,7 +27,10 @@ _States = list[FileState]
 
 
 class ServedModel:
-    """One model of the head, with the index of its tensors as it was when the model was opened.
+    """Finds the tensors and small files of one model on the head's disk, which workers fetch from there.
+
+    The index of the tensors is as of the opening. `ServedModels.open` therefore opens a model anew when its
+    files may have changed.
 
     Args:
         tensors: the tensors in its files.

@@ -110,7 +110,9 @@ class BulkSender:
 
 
 class BulkReceiver:
-    """The receiving end of a bulk channel: joins chunks to payloads, and checks them.
+    """Receives payloads over a bulk channel: joins their chunks, and checks order, length and checksum.
+
+    A payload is named bytes that may be large, and that let hidden states go first.
 
     Args:
         channel: from `open_bulk`; belongs to the receiver from now on.

@@ -31,7 +31,13 @@ from penstock.pipeline.links.link import check_shapes, stage_in
 
 
 class FrameSlot(NamedTuple):
-    """The key of the views of a frame: the frame's index, and the number, shape and dtype of its tensors."""
+    """Names the views of the tensors in a frame, so that later steps find these views and make no new ones.
+
+    A frame is the memory in a link that holds the tensors of one step, each [num_tokens, width].
+
+    Attributes:
+        frame: index of the frame in its link.
+    """
 
     frame: int
     num_tokens: int
