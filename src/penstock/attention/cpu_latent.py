@@ -1,4 +1,4 @@
-"""The paged attention over latent vectors by our own kernels, which make tiles of them as they read."""
+"""The paged attention over latent vectors by our own kernels, which put them into tiles as they read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gathers the settings that the configs declare, and makes configs of the values that a user gives.
+"""Gathers the settings that the configs declare, and turns the values that a user gives into configs.
 
 The command line, the settings file, the table in the docs and the arguments of `LLM` are derived from these
 lists. A struct lists its settings in the order in which `--help` shows them. A field without a `Setting`

@@ -1,4 +1,4 @@
-"""The settings that users of other engines know and that Penstock refuses by name [I2] [I3] [I5].
+"""The settings of other engines that Penstock refuses with an error that names them [I2] [I3] [I5].
 
 `llm` looks here for each unknown argument, and `cli.program` for each flag.
 """

@@ -1,4 +1,4 @@
-"""`Setting` describes a flag: it is the annotation of the config's field that the flag sets.
+"""`Setting` describes a flag: it annotates the field of a config that the flag sets.
 
 The structs of `config` annotate each field that a user can set with a `Setting`; `config.declared` collects
 them. A setting is declared nowhere else. The command line, `--help`, the settings file, `docs/flags.md` and

@@ -1,4 +1,4 @@
-"""The places of a checkpoint's tensors in a GGUF file, by the names that our layers have for them.
+"""Says where a GGUF file has the tensors that our layers know by the names of Hugging Face checkpoints.
 
 `stored_tensors` maps a name such as `model.layers.0.self_attn.q_proj.weight` to a tensor of the file, to some
 rows of a tensor (a file keeps the experts of a layer in one), or to pieces of several tensors. Called by

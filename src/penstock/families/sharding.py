@@ -1,4 +1,4 @@
-"""The cuts of a model's layers for the ranks of a stage, and the models that can be cut [B2] [B3] [B9].
+"""Says how each layer is divided among the ranks of a stage, and of which models that can be [B2] [B3] [B9].
 
 Asked by `engine.supervisor.launch` before anything is started, by `models.decoder` and by `layouts`.
 Torch-free.

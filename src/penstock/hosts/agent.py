@@ -406,11 +406,7 @@ class Agent:
         self._watch.kill()
 
     def close(self) -> None:
-        """Send the head a farewell, end the processes that the head has requested, and close host and agent.
-
-        The farewell is dropped if the head is not connected. The processes are killed, and their end is
-        awaited.
-        """
+        """Send the head a farewell if it is connected; kill its processes here, and close host and agent."""
         self._wire.connection.send(Leaving())
         self._end_all()
         self._watch.close()

@@ -1,4 +1,4 @@
-"""The objects that a loop polls until it ends: a bell to wake it, and a connection that may change."""
+"""Objects for a polling loop: a bell that wakes it, and the place of a connection that may be replaced."""
 
 from __future__ import annotations
 

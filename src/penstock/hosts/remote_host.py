@@ -526,11 +526,7 @@ class RemoteHost:
             self._lose(LinkClosedError("its worker has ended."))
 
     def shut_out(self, error: PeerError) -> None:
-        """Give the host up as lost for this error, if it is connected now; else do nothing.
-
-        Its processes count as lost, too. Called when the certificate of its worker counts no more
-        (`hosts.revocations`); with that certificate the worker is not let in again.
-        """
+        """Give a connected host, which is not let in any more, up as lost for this error; else do nothing."""
         if self._wire.failure is None:
             self._lose(error)
 

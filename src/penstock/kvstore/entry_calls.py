@@ -1,4 +1,4 @@
-"""Sends the core's calls about a host's store (ask, make, delete) to a thread, on one rank of that host.
+"""Carries out the core's calls about a host's store in a thread: asks for entries, makes and deletes them.
 
 Where hosts have a store each, the core calls one rank of each host: to ask about the entries of blocks in its
 store, and to make and delete entries. The rank hands the calls on, and never waits: a thread of the catalogue

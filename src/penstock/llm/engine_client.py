@@ -1,4 +1,4 @@
-"""The engine as `LLM` uses it: a client that is given many requests at once and waits for all results.
+"""The engine as `LLM` uses it: an interface that takes many requests at once and waits for all results.
 
 `InprocessClient` has the engine core and its ranks in this process. `llm.process_client` is the client of an
 engine in other processes.

@@ -1,4 +1,4 @@
-"""Makes requests of the prompts of `LLM`: values are checked, and each request gets an id."""
+"""Turns the prompts that `LLM` is given into requests: checks values, and gives each request an id."""
 
 from __future__ import annotations
 

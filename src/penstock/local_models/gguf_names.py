@@ -1,4 +1,4 @@
-"""Tells from names of GGUF files which are parts of one model, their quantisation, and which a user means.
+"""Tells from names of GGUF files which files are one model, how it is quantised, and which one a user means.
 
 The names are those of files on disk, or of files in a repository on the hub. No file is opened.
 """

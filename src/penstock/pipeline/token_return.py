@@ -1,4 +1,4 @@
-"""Sends the tokens that the last stage sampled back to every earlier stage, on a path of its own.
+"""Sends back what the last stage sampled: token ids to the first stage, and counts to those between.
 
 The first stage embeds the sampled ids, so it gets them (`SampledTokens`). A middle stage needs samples only
 to compute positions. It gets two counts for each row, of sampled ids and of rejected drafts

@@ -1,4 +1,4 @@
-"""The HTTP socket: it checks where the server may listen, and names the process that has the port already.
+"""Opens the HTTP socket: checks where the server may listen, and names the process that has the port already.
 
 The supervisor binds the socket before anything is loaded, so that a busy port is known at once. It keeps the
 socket over a restart of the API process. This module serves nothing itself.

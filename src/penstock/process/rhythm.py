@@ -1,4 +1,4 @@
-"""Lets all processes of a host do their work of each second at one moment, so that an idle host rarely wakes.
+"""Lets all processes of a host do their once-a-second work at the same moment: an idle host rarely wakes.
 
 All processes of a host have the same monotonic clock. Work of each second is done when that clock shows a
 whole second, and not a second after it was done last. The heartbeats and checks of all threads and processes

@@ -7,11 +7,11 @@ the others (`TensorGroup.rehearsing`). The small cache stands for the large one 
 blocks again and again.
 
 - On a GPU the whole plan runs, and torch's allocator says how much memory that took.
-- On a CPU a whole plan would take too long. One layer runs, since all layers use the same memory in turn,
-  with as many tokens as it can compute in `REHEARSAL_S`. The resident memory of the process says how much
-  that took. Where our kernels run, their outputs lie in memory that is made for the largest plan at once; it
-  is counted as a whole. Where torch makes outputs for each step, what was measured is scaled to the tokens
-  of the largest plan.
+- On a CPU a whole plan would take too long. One layer runs, since all layers use the same memory in turn:
+  over as many tokens of prompts as it can compute in `REHEARSAL_S`, then over all rows that decode. The
+  resident memory of the process says how much that took. Where our kernels run, their outputs lie in memory
+  that is allocated at the start, for the largest plan; it is counted as a whole. Where torch makes outputs
+  for each step, what was measured is scaled to the tokens of the largest plan.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from penstock.runner.forward_batch import ForwardBatch
 from penstock.runner.mtp_guesser import NORMED, NoGuesser
 from penstock.sample.sampler import rows_at_once
 
-REHEARSAL_S = 0.05  # for prompts, and as long for samples, on a CPU; longer if the fewest take longer
+REHEARSAL_S = 0.05  # for prompts, and again for samples, on a CPU; the fewest tokens may take longer
 _NUM_BLOCKS = 64  # of the small cache
-_FEWEST_TOKENS, _FEWEST_ROWS = 64, 4  # of the first run on a CPU, from which the time of others is estimated
-_KERNEL_CONTEXT = 512  # tokens that a row attends to: with more our kernels use no more memory
+_FEWEST_TOKENS, _FEWEST_ROWS = 64, 4  # of the first two runs on a CPU; the second one is timed
+_KERNEL_CONTEXT = 512  # tokens that rows attend to: with more our kernels use no more memory
 _LOGIT_BYTES = 4
 _NUM_LOGPROBS = 20  # the most that a client may ask for
 
-_ANY_SAMPLING = RowSampling(  # the way that takes most memory: whole logits, with all that changes them
+_ANY_SAMPLING = RowSampling(  # takes most memory: whole logits, with penalties and log-probabilities
     temperature=1.0,
     top_k=0,
     top_p=0.9,
@@ -61,7 +61,7 @@ _ANY_SAMPLING = RowSampling(  # the way that takes most memory: whole logits, wi
 
 
 class PeakMeter(Protocol):
-    """A meter of memory: it measures by how much the bytes in use have risen at their peak."""
+    """A meter of memory: it measures by how much the bytes in use rise above their number at `begin`."""
 
     def begin(self) -> None:
         """Begin to measure: growth counts from the memory that is in use now."""
@@ -139,9 +139,9 @@ def meter_of(config: RankConfig) -> PeakMeter:
 class NoProbe:
     """A probe that measures nothing, and the interface of probes of a rank's memory.
 
-    It serves a rank that takes the place of a lost one, because that gets as many KV blocks as the lost rank
-    had. It also serves ranks that are threads on a CPU: nothing says how much of the memory of the process
-    one thread takes.
+    It serves a rank that takes the place of a lost one, because such a rank gets as many KV blocks as the
+    lost one had. It also serves ranks that are threads on a CPU: nothing says how much of the memory of the
+    process one thread takes.
     """
 
     def peak_bytes(self, config: RankConfig, loaded: LoadedRank) -> int:
@@ -154,7 +154,7 @@ class NoProbe:
 
 
 class MemoryProbe(NoProbe):
-    """A probe that runs prompts, decodes and samples as in the largest plan, and measures the memory.
+    """A probe that runs what the largest plan may have (prompts, decoding, sampling), and measures memory.
 
     Args:
         meter: measures the memory; None: the meter of the rank's device (`meter_of`).
@@ -170,10 +170,10 @@ class MemoryProbe(NoProbe):
         """Return the most bytes that the rank's largest plan has in use beside weights and KV cache.
 
         Raises:
-            NotEnoughMemoryError: the device has no room for such a plan, whatever the KV cache takes.
+            NotEnoughMemoryError: the device has no room for such a plan, even without a KV cache.
         """
         meter = self._meter or meter_of(config)
-        gc.freeze()  # so that the collection below skips older objects, which would take a tenth of a second
+        gc.freeze()  # the collection below skips older objects: to search them takes a tenth of a second
         try:
             with torch.inference_mode(), loaded.group.rehearsing():
                 peak_bytes = _Rehearsal(config, loaded, meter, self._clock).peak_bytes()
@@ -189,8 +189,8 @@ def probe_of(config: RankConfig) -> NoProbe:
 
     It measures nothing for a rank that takes the place of a lost one, and for threads on a CPU (`NoProbe`).
     """
-    are_alike = config.are_threads and config.device_type == "cpu"
-    return NoProbe() if are_alike or config.first_load.identity else MemoryProbe()
+    are_cpu_threads = config.are_threads and config.device_type == "cpu"
+    return NoProbe() if are_cpu_threads or config.first_load.identity else MemoryProbe()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class _Growth:
     """The bytes by which memory has grown for `few` tokens or rows, and for `count` of them.
 
     A part of the growth for the few, such as loaded code and buffers, does not grow with their number. So the
-    growth for another number follows from the difference of the two.
+    growth for another number is computed from the difference between the two.
     """
 
     count: int
@@ -207,7 +207,10 @@ class _Growth:
     bytes_of_few: int
 
     def at(self, count: int) -> int:
-        """Return the growth for `count` tokens or rows, on the straight line through both measurements."""
+        """Return the growth for `count` tokens or rows, on the straight line through both measurements.
+
+        If both have the same number, the growth is in proportion to the number.
+        """
         if self.count == self.few:
             return self.num_bytes * count // self.count
         of_each = (self.num_bytes - self.bytes_of_few) / (self.count - self.few)
@@ -221,7 +224,7 @@ class _EnoughError(Exception):
 class _HeadAlone(NoGuesser):
     """A stand-in for a guesser, so that sampling runs the head alone, over states that the probe has made.
 
-    The runner samples from a guesser's states if the tensors have some (`mtp_guesser.states_of`), and then
+    If the tensors have states for a guesser (`mtp_guesser.states_of`), the runner samples from those, and
     needs no output of the layers.
     """
 
@@ -252,14 +255,14 @@ class _Rehearsal:
         self._longest = self._longest_context()
 
     def peak_bytes(self) -> int:
-        """Run prompts, then decodes with samples, and return the peak in bytes."""
+        """Run prompts, then rows that decode, then, on the last stage, samples; return the peak in bytes."""
         most, largest = self._config.max_num_seqs, self._config.max_num_batched_tokens
         prefill = self._grown(self._prefill, _FEWEST_TOKENS, largest)
         decode = self._layers_of_decodes(min(most, largest))
         sampled = 0
         if self._config.is_last:
             sampled = self._of_all_samples(self._grown(self._sample, _FEWEST_ROWS, min(most, largest)))
-        if not (self._on_gpu or self._config.is_first):  # the received hidden states, and zeros as many
+        if not (self._on_gpu or self._config.is_first):  # received hidden states, and the zeros beside them
             sampled += 2 * self._received.nbytes
         if self._pages:
             touched = self._pages * prefill.count // largest
@@ -295,7 +298,10 @@ class _Rehearsal:
         return _Growth(count, max(by_few, self._meter.growth()), few, by_few)
 
     def _longest_context(self) -> int:
-        """Return the most tokens that all rows of a plan together may attend to, by the free memory."""
+        """Return the most tokens that all rows of a plan together attend to here.
+
+        It is small where our kernels run, whose memory does not depend on it; else the free memory decides.
+        """
         if self._loaded.has_kernels and not self._on_gpu:
             return _KERNEL_CONTEXT
         of_token = max(1, self._loaded.storage.block_bytes // self._config.block_size)
@@ -303,8 +309,8 @@ class _Rehearsal:
         return max(2, min(free // of_token, self._config.max_num_seqs * self._config.max_model_len))
 
     def _prefill(self, num_tokens: int) -> None:
-        """Run chunks of prompts that together have `num_tokens` tokens, each as long as a chunk may be."""
-        longest = self._config.max_model_len - 1  # a chunk that is not sampled has a known token behind it
+        """Run prompts in chunks as long as a chunk may be; together they have at most `num_tokens` tokens."""
+        longest = self._config.max_model_len - 1  # behind a chunk that is not sampled, the prompt goes on
         per_row = min(self._config.prefill_chunk or longest, longest, num_tokens)
         counts = [per_row] * min(self._config.max_num_seqs, num_tokens // per_row)
         self._run_layers(counts, is_sampled=False)
@@ -337,7 +343,7 @@ class _Rehearsal:
                     remedy="Lower --max-num-batched-tokens or --max-num-seqs, or use more stages.",
                 )
             self._meter.growth()  # forget the peak of this attempt
-            # Less will do: contexts must fit the KV cache, which is smaller than the memory free now.
+            # Shorter contexts are enough: real ones fit the KV cache, which gets less than what is free now.
             context //= 2
 
     def _sample(self, num_rows: int) -> None:
@@ -361,7 +367,7 @@ class _Rehearsal:
 
         Args:
             counts: tokens of each row that are run, the last ones of its context.
-            context: tokens of each row, for whose keys and values it has blocks.
+            context: tokens in the context of each row; the row has blocks for their keys and values.
         """
         runner, block_size = self._runner, self._config.block_size
         runner.reset()

@@ -1,8 +1,8 @@
-"""Takes the recorder's place in a replay: gives the core a clock and guesses that repeat a recording.
+"""Takes the recorder's place in a replay: gives the core the clock times and the guesses of a recording.
 
 A drafter makes the guesses, and guides apply the grammar of a request to them (`speculation.grammar_guides`);
-both repeat their answers. The scheduler's own rules
-about guesses (how many are worth sending, which requests wait for them) run as in a live engine.
+both repeat their answers. The scheduler's own rules about guesses (how many are worth sending, which requests
+wait for them) run as in a live engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The input buffers of a stage: filled in CPU memory, at a fixed address on the device [C7] [E9].
+"""The input buffers of a stage: filled in CPU memory, and copied to a fixed place on the device [C7] [E9].
 
 `runner.forward_batch` writes a step's inputs into them; the tensors of a `ForwardBatch` are views of the
 first n elements. `BufferPool` holds as many sets as plans may be in flight, so that no set is written over

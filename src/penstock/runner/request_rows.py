@@ -232,11 +232,7 @@ class RequestRows:
                 self.tables.append(row, blocks)
 
     def known_ids(self, row: int, start: int, end: int) -> Sequence[int]:
-        """Return the ids of a row, drafts (guesses) included, at positions from `start` to before `end`.
-
-        The caller asks only for positions that are written already: this is not checked. A stage that keeps
-        no ids must not call it.
-        """
+        """Return a row's ids, guesses included, from position `start` to before `end`: all are known."""
         return self._ids.read(row, start, end)
 
     def snapshot(self, rows: Sequence[int]) -> RowSnapshot:

@@ -1,4 +1,4 @@
-"""Chooses the request that starts next: the oldest, unless its grammar would be one too many.
+"""Chooses the request that starts next: the oldest, unless it needs a grammar and too many are in use.
 
     rows    a: grammar 1   b: grammar 2            there is room for two grammars
     line    c: grammar 3   d: none   e: grammar 1   f: grammar 4   g: none

@@ -1,4 +1,4 @@
-"""The parts of the engine and of the model that the HTTP front uses, as protocols and values.
+"""The interfaces of the engine and of the model for the HTTP front, as Python protocols and structs.
 
 `create_app` takes an `EngineLike` and a `ServedModel`. In the server the engine is an `AsyncEngine`, or
 `Replicas` with several pipelines (`engine.client`); in tests it is a fake. Tokenizer and chat template of the

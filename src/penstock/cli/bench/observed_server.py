@@ -1,4 +1,4 @@
-"""Reads from a server, for a report of `bench serve`, its stages' time and memory and its predictions.
+"""Reads the stages' time and memory, and the predicted speed, from a server, for a report of `bench serve`.
 
 The data is read only if a report is wanted: the stages' from `/debug/pipeline`, and for predictions the
 server's settings from `/server_info`. If a server does not have `/debug/pipeline`, the report has no stages

@@ -1,26 +1,28 @@
 """Finds out whether a link between two hosts has become slow, from the reports of the stages at both ends.
 
     sender     |copies frame 7 into the link|
-    receiver         waits ...............................|copies frame 7 out of it|
-                                    ▲ latency ▲ carrying ▲
+    receiver         waits ........................................|copies frame 7 out of it|
+                                            ▲ latency ▲  carrying  ▲
 
 A frame has the hidden states of one plan. The stages' reports, which also make traces, say when a frame was
-handed to the link and when the next stage had it; `engine.core.pipe_watch` puts both times on one clock.
-Probes, the plans without tokens, show the latency of the link. A frame with tokens takes longer: the rest is
-the time in which its bytes are carried. If the frame before it was still on its way, that time begins when
-the frame before has arrived. Frames that follow each other without a pause are a *run*. The time of a run is
-compared with the time for the same bytes at the measured speed:
+handed to the link, and when the next stage began to take it. `engine.core.pipe_watch` puts both times on one
+clock. Probes, the plans without tokens, show the latency of the link. A frame with tokens takes longer: the
+rest is the time in which its bytes are carried. If the frame before it was still on its way, that time begins
+when the frame before has arrived. Frames that follow each other without a pause are a *run*. The time of a
+run is compared with the time for the same bytes at the measured speed:
 
-- slow: the run took more than twice as long, even if all errors of measurement are in its favour;
-- well: the run took at most twice as long, even if all errors of measurement are against it;
-- neither: the run had too few bytes to tell. An idle link is therefore not judged.
+- slow: the run took more than twice as long and some spare time (`_Hop.spare_ns`), even by the shortest time
+  that the errors of measurement allow;
+- well: the run took at most twice as long, even by the longest time that these errors allow;
+- neither: the run had too few bytes, or both may be true. An idle link is therefore not judged.
 
 Only frames that the receiver has waited for count. If a busy receiver takes a frame late, nobody knows when
 it arrived.
 
-Runs are judged in windows of some seconds. A link becomes slow when all runs of several windows in a row were
-slow. It is well again when each of several windows in a row had a run that was well. A stall, or other
-traffic for some seconds, therefore changes nothing.
+Runs are judged in windows of some seconds; a window with hardly any judged runs does not count. A link
+becomes slow when all judged runs of several windows, one after another, were slow. It is well again when each
+of several windows, one after another, had a run that was well. A stall, or other traffic for some seconds,
+therefore changes nothing.
 """
 
 from __future__ import annotations
@@ -36,17 +38,17 @@ from penstock.process.config import HostLink
 from penstock.process.pipe_hosts import PipeHosts
 from penstock.trace.phases import Phase
 
-SLOWNESS = 2.0  # a slow run takes so many times as long as at the measured speed
+SLOWNESS = 2.0  # a slow run takes more than this many times as long as at the measured speed
 WINDOW_NS = 10_000_000_000
-NUM_WINDOWS = 3  # so many windows in a row change what a link counts as
+NUM_WINDOWS = 3  # this many windows, one after another, change what a link counts as
 LEAST_RUNS = 3  # a window with fewer judged runs does not count
-FORGET_WINDOWS = 6  # after so many windows that did not count, the windows before are forgotten
-LEAST_NS = 2_000_000  # a run is judged only if it takes at least so long at the measured speed
-LEAST_WAIT_NS = 200_000  # a receiver that waits so long was there before its frame
-SPARE_NS = 3_000_000  # a run may take so much longer, since two processes have to be woken
-SPARE_TRIPS = 8  # and so many round trips of the link: TCP opens its window from one to the next
-LONG_RUN = 10  # a run of more than so many times this spare time is judged while it goes on
-NUM_PROBES = 10  # so many last probes show the latency, and how much it varies
+FORGET_WINDOWS = 6  # after this many windows that did not count, the windows before are forgotten
+LEAST_NS = 2_000_000  # a run is judged only if it takes at least this long at the measured speed
+LEAST_WAIT_NS = 200_000  # a receiver that waits at least this long was there before its frame
+SPARE_NS = 3_000_000  # a run may take this much longer, since two processes have to be woken
+SPARE_TRIPS = 8  # and this many round trips longer, since TCP sends more bytes with each of them
+LONG_RUN = 10  # a run whose expected time exceeds this many times `_Hop.spare_ns` is judged before its end
+NUM_PROBES = 10  # the last probes, this many, show the latency, and how much it varies
 MAX_STEPS = 1024  # a report of more steps, as from a tiny model, is left out
 
 
@@ -149,8 +151,9 @@ class _Hop:
 
     Attributes:
         verdict: whether the link is slow.
-        spare_ns: how much longer a run may take, before it is compared with `SLOWNESS`.
-        fuzz_ns: the most by which the clocks of the two ends may wrongly shorten or lengthen a time.
+        spare_ns: time that a run may take besides `SLOWNESS` times its expected time, without being slow.
+        fuzz_ns: the most by which the clocks of the two ends may wrongly shorten or lengthen a time. It is
+            twice the sum of both clocks' errors: the latency of the probes has such an error, too.
     """
 
     def __init__(self, speed: float, token_bytes: int) -> None:
@@ -163,7 +166,7 @@ class _Hop:
         self._latencies: deque[int] = deque(maxlen=NUM_PROBES)
         self._run = _Run()
         self._free_ns = 0  # when the last frame had arrived, or was taken by a busy receiver
-        self._is_exact = False  # whether the receiver has waited for it, so that this is when it arrived
+        self._is_exact = False  # whether the receiver waited for it: then it arrived at `_free_ns`
 
     def note(self, sent: Sequence[_Passage], arrived: Sequence[_Passage]) -> bool:
         """Take the passages at both ends; return whether the verdict has changed."""
@@ -239,8 +242,8 @@ class LinkWatch:
     def lay(self, hosts: PipeHosts) -> None:
         """Set the hosts that the stages run on.
 
-        What was learnt about a link between two stages is kept if its hosts and its measured speed are as
-        before.
+        What was learnt about a link between two stages is kept if its hosts, its measurements and the bytes
+        of a token are as before.
         """
         known, self._hops, self._hosts = self._hops, {}, hosts
         by_hosts = {frozenset(link.hosts): link for link in hosts.links}

@@ -1,4 +1,4 @@
-"""Applies admin operations at plan boundaries, and reports when every rank has passed that boundary.
+"""Applies each admin operation between two plans, and reports when all ranks work as it says.
 
     accept ──▶ in force at once ──▶ quiet ──▶ a plan made from then on has crossed all stages ──▶ done
 

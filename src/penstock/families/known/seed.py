@@ -1,4 +1,4 @@
-"""The spec of Seed-OSS: a Llama with heads of their own width and a flag for each bias."""
+"""The spec of Seed-OSS: a Llama whose config gives the width of heads, and a flag for each bias."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ends each chunk of a stream: adds the `usage` behind its choices, if the client has asked for it.
+"""Writes the end of each chunk of a stream: `usage`, if the client has asked for it, and the closing bytes.
 
 Which `usage` a chunk has depends on the client's `stream_options`:
 

@@ -1,4 +1,4 @@
-"""Rewrites a grammar in Lark's notation, so that it accepts each of its texts as a quoted JSON string.
+"""Rewrites a Lark grammar so that it accepts the same texts, each written as a quoted JSON string.
 
 A model writes the free text for a tool as a string in the JSON of its call. A quotation mark, for example,
 is two characters there. The terminals of the text's grammar are therefore rewritten. Characters that JSON
