@@ -35,7 +35,7 @@ ROOMS = {
     "server": "HTTP: the app and its process",
     "server/http": "what every connection passes",
     "server/openai": "what may be asked, and in which shape",
-    "server/anthropic": "what may be asked in the shapes of another API",
+    "server/anthropic": "requests and answers in the shapes of Anthropic's API",
     "server/answers": "from tokens to bytes",
     "server/routes": "the routes",
     "llm": "the engine as a Python object",

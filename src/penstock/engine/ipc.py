@@ -2,10 +2,11 @@
 
 The core has a `CoreSocket` (ROUTER), and each client a `ClientSocket` (DEALER). Messages are msgspec structs,
 one zmq frame each; decoding checks their types. zmq's limits on queued messages (high-water marks) are off,
-so that it drops none: the requests that were admitted bound how many there can be.
+so that it drops none while a connection lasts. The number of admitted requests bounds the number of messages,
+besides one heartbeat a second.
 
-A socket is bound either to a path (`ipc:///...`) or to an inherited listening descriptor (`fd:7`), which has
-no name that could be left behind (`hosts.local_socket`). Only this module and
+The core's socket is bound to a path (`ipc:///...`), or to a listening descriptor that the core inherits
+(`fd:7`), which leaves no file behind (`hosts.local_socket`). Only this module and
 `pipeline.links.plan_channel` use zmq.
 """
 
@@ -26,9 +27,9 @@ from penstock.pipeline.links.plan_channel import bind_socket, has_message
 from penstock.process.pipe_hosts import PipeHosts
 from penstock.request import GenerationRequest, RequestUpdate
 
-HEARTBEAT_S = 1.0  # the core sends its statistics at least so often, also when nothing happens
+HEARTBEAT_S = 1.0  # the core sends its statistics at least this often, also when nothing happens
 SILENCE_S = 10 * HEARTBEAT_S
-AWAY_S = 60.0  # so long a client waits for the next core when one is lost
+AWAY_S = 60.0  # how long a client waits for the next core when one is lost
 
 
 def silence_limit_s(heartbeat_limit_s: float) -> float:
@@ -45,7 +46,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
-    """A client's message to run a request, which may have been begun by a core that was lost.
+    """A client's message to run a request: a new one, or one that a lost core has begun.
 
     Attributes:
         output_ids: tokens that a lost core had generated for the request; None: the request is new.
@@ -71,8 +72,8 @@ class GetTrace(msgspec.Struct, frozen=True, tag="get_trace", omit_defaults=True)
 
     Attributes:
         seen: None: the client wants the work of the last seconds, of the first rank of each stage. A list:
-            it has the key of the newest report of each rank that the client has, and the client wants the
-            work of all ranks since those reports.
+            the client has reports up to these keys, one for each rank, and wants the work of all ranks since
+            then.
     """
 
     seen: list[SpansKey] | None = None
@@ -89,11 +90,11 @@ class Operate(msgspec.Struct, frozen=True, tag="operate"):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
-    """The core's answer to `Hello`: the pipeline is ready, with what clients need to know of it.
+    """The core's answer to `Hello` when the pipeline is ready: what clients need to know of the pipeline.
 
     Attributes:
         num_blocks: number of KV blocks on each rank, each of `block_size` tokens.
-        max_model_len: the most tokens of prompt and output together, by the model and the KV cache.
+        max_model_len: the largest number of tokens that a prompt and its output may have together.
         stages: what each rank reported when it had loaded.
         seed: the engine's seed, from which the seeds of sequences without a seed are derived.
         num_sequences: number of sequences that this core was asked for so far, by all clients.
@@ -110,7 +111,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
 class StepUpdates(msgspec.Struct, frozen=True, tag="updates"):
     """The core's message with the newest updates of one client's requests, and the core's statistics.
 
-    Once a second it comes without updates too, as a heartbeat.
+    If there are no updates for a second, it is sent without any, as a heartbeat.
     """
 
     updates: list[RequestUpdate]
@@ -134,8 +135,8 @@ class SessionsChanged(msgspec.Struct, frozen=True, tag="sessions"):
     """The core's message to every client about cache sessions that were opened, changed or closed.
 
     A session keeps the KV blocks that its requests have computed. A message has the changes since the last
-    such message. Only the one that follows a `Welcome` has all open sessions; it is not sent if there are
-    none.
+    such message. The first one after a `Welcome` has all open sessions; it is not sent if none is open.
+    A session that has changed is in `opened`.
     """
 
     opened: list[OpenSession]
@@ -164,13 +165,13 @@ def _open(kind: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.RECONNECT_IVL, -1)  # never by itself: the next core must get a `Hello` first
+    socket.setsockopt(zmq.RECONNECT_IVL, -1)  # zmq does not reconnect: the next core must get a `Hello` first
     socket.setsockopt(zmq.HANDSHAKE_IVL, 0)  # wait for a core that is still starting
     return context, socket
 
 
 class _Endpoint:
-    """The base of both ends: a socket of its own context, closed once."""
+    """The base of both ends: a socket in a zmq context of its own; a second `close` does nothing."""
 
     def __init__(self, kind: int) -> None:
         self._context, self._socket = _open(kind)
@@ -184,7 +185,7 @@ class _Endpoint:
 class CoreSocket(_Endpoint):
     """The core's end of the wire, with many clients, each known by an opaque id.
 
-    When it is closed, messages that are not sent yet are tried for half a second more.
+    After it is closed, zmq tries for half a second more to send what is queued.
     """
 
     def __init__(self, address: str) -> None:
@@ -251,9 +252,10 @@ class ClientSocket(_Endpoint):
         self._has_no_peer = False
 
     def reconnect(self) -> None:
-        """Connect anew, to the core that listens at the same address now or later, without waiting for it.
+        """Drop the connection, and open another to the same address, where the next core will listen.
 
-        Messages of the old connection that were not read are lost, in both directions; `filenos` changes.
+        Does not wait for that core. Messages of the old connection that were not read are lost, in both
+        directions. `filenos` returns other descriptors from now on.
         """
         self.close()
         self._connect()
@@ -291,7 +293,7 @@ class ClientSocket(_Endpoint):
         received: list[CoreToClient | CoreGone] = []
         if self._socket.closed:
             return received
-        # Read first: what the core had sent before it was lost then comes before the `CoreGone`.
+        # Look for the loss first: all that the core had sent is then read too, and precedes the `CoreGone`.
         lost = self._is_lost() or self._has_no_peer
         while (frame := _receive_now(self._socket)) is not None:
             received.append(_decode_to_client(frame))

@@ -1,4 +1,4 @@
-"""Names of tensors in checkpoints that hold a text model among other parts, such as a tower for pictures.
+"""Names of tensors in checkpoints that hold a text model among other parts, such as an encoder of images.
 
 The text model's names there have a prefix, and what the other parts have is never read. Used by
 `weights.checkpoint` for tensors, and by `families.wrappers` for names in a configuration. Torch-free.

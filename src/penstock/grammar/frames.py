@@ -1,4 +1,4 @@
-"""The messages between `grammar.proving` and the process in which it tries grammars, with their lengths."""
+"""The messages between `grammar.proving` and the process that tries grammars; a length precedes each."""
 
 from __future__ import annotations
 

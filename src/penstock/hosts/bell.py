@@ -1,4 +1,7 @@
-"""Objects for a polling loop: a bell that wakes it, and the place of a connection that may be replaced."""
+"""The two objects to poll: a bell that another thread rings, and a stand-in that outlasts a connection.
+
+The stand-in (`LastingSource`) keeps its descriptor while the connection behind it is replaced.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Joins the head in a thread, so that the ranks of this host and its signals do not wait for the network.
+"""Joins the head in a thread, so that the worker serves its ranks and obeys signals while the network waits.
 
     worker ── begin() ──▶ a thread: look the name up, connect, handshake, join
            ◀── bell, take(): the head, or why it could not be joined ──┘

@@ -1,4 +1,4 @@
-"""The catalogue of a store: the names of the blocks whose parts all ranks that use the store have stored.
+"""The catalogue of a store: the names of complete blocks, of which every rank has stored its part.
 
 An entry is a record of its own beside the records of the parts. It says of which layers the parts are stored
 (`kvstore.layer_share`). A thread reads and writes entries, because a store may be slow; its answers are kept

@@ -1,4 +1,4 @@
-"""The estimate of a layout: the memory it needs on each device, and its speed, without a device or a weight.
+"""Computes a layout's need of memory on each device, and its speed, without these devices and the weights.
 
 - Memory: by the rule that ranks use (`runner.kv_demand`).
 - Layers of each stage: the default split. If stages differ, or the default split does not fit, it is the

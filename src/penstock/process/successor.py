@@ -1,4 +1,4 @@
-"""Lets the next worker on a host take over a spare process, which outlives a killed worker for some seconds.
+"""Lets a `penstock worker` take over the spare process of one that was killed, within some seconds.
 
     spare                                              the next worker
     listens at a path, in a directory of its user

@@ -1,6 +1,6 @@
-"""Sizes the parts of a plan by plain rules, without knowledge of times.
+"""Sizes the parts of a plan by plain rules, as long as the costs of the stages are not known.
 
-Where the costs of the stages are known, `scheduler.pacing` sizes chunks instead. Here a prompt is cut into
+Once they are known, `scheduler.pacing` sizes chunks instead. Here a prompt is cut into
 chunks of one size, counted from its start, whatever else is in the plan. A chunk that does not fit the rest
 of the plan's budget waits for the next plan instead of being cut. So the chunks of a request do not depend
 on load, on the number of stages or on the plans in flight. (What is computed beside a chunk may still

@@ -1,4 +1,4 @@
-"""Ends requests: each lets go of all that it holds, and its client gets one last update.
+"""Ends requests: each lets go of all that it holds, and gets one last update unless its client aborted it.
 
 A request may hold a row, blocks and a grammar while it runs, and keeps its session from being idle while it
 lives. Where a stage had no memory for a step, the keys and values of its tokens are not all there:

@@ -1,4 +1,4 @@
-"""The head's side of the join protocol, without sockets and clocks (drawn in `trust.join_messages`).
+"""The head's side of the join protocol, without sockets and clocks (diagram: `trust.join_messages`).
 
 A worker with a token gets a certificate, and connects again with it. A worker with a certificate is let in.
 The proof of its token authenticates the first one, and the TLS handshake the second.

@@ -1,4 +1,4 @@
-"""The worker's side of the join protocol, without sockets and clocks (drawn in `trust.join_messages`).
+"""The worker's side of the join protocol, without sockets and clocks (diagram: `trust.join_messages`).
 
 The worker sends nothing before it knows that the head has the cluster's key. A *claim* is the way in which it
 then proves itself: a token at its first join (`TokenClaim`), and later its certificate (`CertificateClaim`).

@@ -1,4 +1,4 @@
-"""Shows how a download goes: by a line that is rewritten on a terminal, else by lines for each file."""
+"""Shows how a download goes: on a terminal by a line that is rewritten, elsewhere by lines for each file."""
 
 from __future__ import annotations
 

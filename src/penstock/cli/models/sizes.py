@@ -1,4 +1,4 @@
-"""The numbers of bytes, as the commands for models show them."""
+"""Writes numbers of bytes as text, for the commands about models."""
 
 from __future__ import annotations
 

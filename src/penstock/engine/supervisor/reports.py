@@ -44,7 +44,7 @@ class _OfRank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadProgress(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="progress"):
-    """An event on how far a rank is with reading its weights, or its host with fetching them."""
+    """An event on how much of its weights a rank has read, or its host has fetched; `what` says which."""
 
     done_bytes: int
     total_bytes: int
@@ -58,7 +58,7 @@ class StageLoaded(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="st
         bytes_read: bytes of tensor data that the rank has read from files.
     """
 
-    process: str  # how people find it, such as "pid 4711"
+    process: str  # by which people find it on its host, such as "pid 4711"
     bytes_read: int
     seconds: float
 
@@ -105,13 +105,14 @@ class StageReady(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="sta
         tensor_bytes: bytes of its weights.
         num_blocks: number of KV blocks, the same on all ranks.
         kv_bytes: bytes of its KV cache.
-        peak_bytes: bytes that its largest plan was measured to take in addition; 0: nothing was measured.
+        peak_bytes: bytes that its largest plan takes beside weights and KV cache, as measured; 0: not
+            measured.
         margin_bytes: bytes that it leaves free on purpose.
         stranded_bytes: bytes that are unused, since all ranks have as many KV blocks as the one with the
             least memory.
     """
 
-    process: str  # how people find it, such as "pid 4711"
+    process: str  # by which people find it on its host, such as "pid 4711"
     parts: str
     tensor_bytes: int
     num_blocks: int
@@ -127,7 +128,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", 
     Attributes:
         address: URL of the server; for a program with `LLM`, the address of the core's socket.
         seconds: time since the start.
-        prompt_form: as in `process.child.TextSideLoaded`.
+        prompt_form: the richest form of prompt that the model takes: messages, else text, else token ids.
     """
 
     address: str
@@ -138,7 +139,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", 
 class StageLost(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="stage_lost"):
     """An event when the pipe is broken, because a rank or the core is lost or has left the epoch.
 
-    Running requests wait until it has recovered, unless it was lost too often.
+    Running requests wait for the next epoch. They fail if the pipe has broken too often.
 
     Attributes:
         error: the first cause.
@@ -175,7 +176,7 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", ta
 
     @property
     def name(self) -> str:
-        """The name of the epoch, with that of its replica where there are several, for messages."""
+        """The name of the epoch in messages, such as "epoch 3"; of several replicas "replica 1 epoch 3"."""
         return of_replica(self.replica, f"epoch {self.epoch}")
 
 
@@ -286,9 +287,9 @@ class SteadyReporter:
 
 
 class LogReporter:
-    """A reporter for programs that use the engine as a library: it logs all events, except progress of loads.
+    """A reporter for programs that use the engine as a library: it logs events, as INFO.
 
-    Events are logged as INFO.
+    It logs every event that has a line (`event_line`), except progress of loads.
     """
 
     def report(self, event: Event) -> None:
@@ -297,7 +298,7 @@ class LogReporter:
 
 
 class PlainReporter:
-    """A reporter that prints one line per rank and event, without colours or cursor movement.
+    """A reporter that prints events as plain lines (`event_line`), without colours or cursor movement.
 
     Args:
         stream: where to print; standard error by default.
@@ -365,7 +366,7 @@ def event_line(event: Event) -> str:
 
 
 def of_replica(replica: int | None, name: str) -> str:
-    """Return a name such as "replica 1 stage 0"; the name alone where there is one replica."""
+    """Return a name such as "replica 1 stage 0"; the name alone if `replica` is None."""
     return name if replica is None else f"replica {replica} {name}"
 
 
@@ -378,7 +379,7 @@ def _pause(seconds: float) -> str:
 
 
 def _plans(event: StageReady) -> str:
-    """Return, as text, what the memory of a rank holds besides weights; empty if it was not measured."""
+    """Return the memory of the KV cache, the largest plan and the margin as text; empty if not measured."""
     if not event.peak_bytes:
         return ""
     parts = megabytes(event.kv_bytes), megabytes(event.peak_bytes), megabytes(event.margin_bytes)

@@ -1,4 +1,4 @@
-"""Reports the server's state to the service manager that started it, besides what is shown to people.
+"""Reports the server's state to the service manager that started it, and hands on all events for people.
 
 `cli.serve` wraps its own reporter in a `ServiceReporter`. A systemd unit with `Type=notify` then counts as
 started when all stages serve, and as stopping when the server drains.

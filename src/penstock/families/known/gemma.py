@@ -1,4 +1,4 @@
-"""The specs of Gemma: scaled embeddings; since Gemma 2 norms on both sides, sliding windows in some layers.
+"""The specs of Gemma: scaled embeddings; since Gemma 2, norms before and after, and some sliding windows.
 
 Of Gemma 3 the text model is read. Called by `families.registry`.
 """

@@ -1,4 +1,4 @@
-"""Chooses the way (network path) between two hosts by measurements, and warns if a faster one is idle.
+"""Chooses the way (network path) between two hosts by measurements, and warns if a faster one is not used.
 
 Bytes per second in the slower direction decide, since hidden states have to cross. Ways with at least
 `_ALIKE` times the speed of the fastest count as equally fast. Of those, a cable is chosen before Wi-Fi, Wi-Fi

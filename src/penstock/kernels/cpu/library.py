@@ -1,4 +1,4 @@
-"""The kernel library of this process: loaded once, typed, tested on a known product.
+"""The kernel library of this process: loaded once, typed, and tested by a product whose result is known.
 
 Called by all that runs kernels, and by `penstock doctor`. `load` gives a `LoadedKernels` in any case; without
 a library it says why. Torch-free itself. But kernels run on the threads of torch's OpenMP runtime, libgomp: a

@@ -1,4 +1,4 @@
-"""Writes the chunks of streamed answers, if needed those of a text searched for reasoning and tool calls.
+"""Writes the chunks of streamed answers; may first search their text for reasoning and tool calls.
 
 A *chunk* here is the JSON object of one event, as in the OpenAI API. A choice that is read so has, besides
 content, deltas of `reasoning_content` and of `tool_calls`. The first delta of a call has its index, id, type
