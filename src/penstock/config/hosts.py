@@ -1,4 +1,4 @@
-"""The settings of an engine over several hosts, as the head (the host that serves) has them.
+"""The settings of an engine over several hosts, given to the head (the host that serves).
 
 Workers have flags of their own (`cli.worker`).
 """

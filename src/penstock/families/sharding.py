@@ -1,4 +1,4 @@
-"""Says how each layer is divided among the ranks of a stage, and of which models that can be [B2] [B3] [B9].
+"""Splits each layer among the ranks of a stage, and tells which models can be split so [B2] [B3] [B9].
 
 Asked by `engine.supervisor.launch` before anything is started, by `models.decoder` and by `layouts`.
 Torch-free.

@@ -1,6 +1,6 @@
-"""The two objects to poll: a bell that another thread rings, and a stand-in that outlasts a connection.
+"""The objects that polling loops wait on: a bell for other threads, and a lasting one for a connection.
 
-The stand-in (`LastingSource`) keeps its descriptor while the connection behind it is replaced.
+The lasting one (`LastingSource`) keeps its descriptor when the connection that it stands for is replaced.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Joins the head in a thread, so that the worker serves its ranks and obeys signals while the network waits.
+"""Joins the head in a thread, so that the worker serves its ranks and obeys signals meanwhile.
 
     worker ── begin() ──▶ a thread: look the name up, connect, handshake, join
            ◀── bell, take(): the head, or why it could not be joined ──┘

@@ -1,4 +1,4 @@
-"""The estimate of a layout of this machine, from the planner's measurements of its stages.
+"""The estimate of a layout on this machine, from the planner's measurements of its stages.
 
 The planner times the stages of one layout side by side (`planner.measure`). From these times it finds the
 best split, and how many tokens of KV cache each stage has room for (`planner.performance`). Here this becomes

@@ -1,4 +1,4 @@
-"""Lets a `penstock worker` take over the spare process of one that was killed, within some seconds.
+"""Lets a new `penstock worker` take over the spare process of a killed one, if it starts within seconds.
 
     spare                                              the next worker
     listens at a path, in a directory of its user

@@ -1,4 +1,4 @@
-"""Decides how many KV blocks a rank offers: a rule over numbers, without a tensor.
+"""Decides how many KV blocks a rank offers, from numbers of bytes alone.
 
     memory that is free once the weights are loaded, a rank's part of it if ranks share the memory
     |  KV cache (on a CPU at most a quarter)  |  measured peak of the largest plan  |  margin  |

@@ -1,4 +1,4 @@
-"""The description of requests and answers in `/openapi.json`, true to the types that read and write them.
+"""Makes the description in `/openapi.json` from the types that read requests and write answers.
 
 `app` makes a `DescribedRoute` for each route, and then one document of all of them. The schemas are those
 of the types by which msgspec reads and writes. Bounds are in the document as far as a schema can express

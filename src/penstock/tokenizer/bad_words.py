@@ -1,4 +1,4 @@
-"""Turns words that a text may not have into sequences of ids that are not generated: vLLM's `bad_words`.
+"""Turns forbidden words into sequences of ids that must not be generated: vLLM's `bad_words`.
 
 In most vocabularies a word has other tokens at the beginning of a text than behind other words. So two
 sequences are forbidden: the tokens of the word, and those of the word with a space before it, if their first

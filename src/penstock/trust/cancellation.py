@@ -1,4 +1,4 @@
-"""Lets one thread end the work of another that waits for the head, since the head may never answer.
+"""Lets one thread stop another, which waits for the head: the head may never answer.
 
     the thread that waits                      another thread
     cancellation.add(socket)                   cancellation.cancel()

@@ -1,4 +1,4 @@
-"""Joins a prompt's `n` sequences in one request: when the first has computed the prompt, the others start.
+"""Sends a prompt's `n` sequences in one message: when the first has computed the prompt, the others start.
 
 Called by `engine.client.async_engine` and `llm.offline_requests`. The core takes all sequences or none. The
 others wait until the first has computed the prompt, and then reuse the prompt's KV blocks

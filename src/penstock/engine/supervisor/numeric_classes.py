@@ -1,4 +1,4 @@
-"""Tracks the numeric class of each rank of a pipeline, epoch by epoch, and what the user is told about it.
+"""Tracks the numeric class of each rank of a pipeline, epoch by epoch, and finds what to tell the user.
 
 The user is told
 

@@ -1,14 +1,15 @@
 """Starts ranks beside a running pipe: they load their weights, and wait for a place in it.
 
-    none ────the pipe has been whole for a while──▶ loading ──WeightsLoaded──▶ waiting ──take──▶ a member
-      ▲                                                │                          │
-      └──── it has ended, or the rank that it stands for has moved ◀──────────────┘
+    none ────the pipe has been whole for a while──▶ loading ────▶ has loaded ──take──▶ a rank of the pipe
+      ▲                                                │                │
+      └──── it has ended, or the rank that it stands for has moved ◀────┘
 
-A standby is a process like that of the rank, with the same layers and the same checks of what it reads; only
-endpoints are not handed to it. If the rank is lost, the standby replaces it without reading weights. It costs
-the memory of the weights a second time, so there are no standbys unless the user asks for them. This module
-decides when; `RankHost.start_rank` starts the process on the rank's host. Used by
-`engine.supervisor.pipeline_processes`, in the supervisor's thread.
+The pipe is *whole* while all of its ranks are connected and serve. A standby is a process like that of the
+rank that it stands for, with the same layers and the same checks of what it reads; only endpoints are not
+handed to it. If the rank is lost, the standby replaces it without reading weights. It costs the memory of the
+weights a second time, so there are no standbys unless a program asks for them (`standby_stages` of the
+supervisor; there is no flag so far). This module decides when; `RankHost.start_rank` starts the process on
+the rank's host. Used by `engine.supervisor.pipeline_processes`, in the supervisor's thread.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from penstock.hosts.member import Member
 from penstock.hosts.rank_host import RankHost
 from penstock.process.config import RankConfig
 
-WHOLE_S = 10.0  # so long the pipe has to be whole before a standby is started
-KEEP_FREE_BYTES = 2 << 30  # so much of the host's memory must stay free besides the weights of the standby
+WHOLE_S = 10.0  # how long the pipe must have been whole before a standby is started
+KEEP_FREE_BYTES = 2 << 30  # of the host's memory, once the standby has its weights
 
 
 class StandbyRanks(Protocol):
-    """The standbys of one replica: ranks that have loaded their weights and wait beside the pipe."""
+    """The standbys of one replica: ranks that load their weights, and then wait beside the pipe."""
 
     def tend(
         self,
@@ -42,13 +43,13 @@ class StandbyRanks(Protocol):
         Args:
             now: monotonic seconds.
             ranks: ranks of the pipe; empty while it is not whole.
-            loaded: by the number of a rank, what it reported when it had loaded.
+            loaded: what each rank reported when it had loaded, by the rank's number.
             config_of: makes the config of a process that may replace a rank, from the number of the rank.
         """
         ...
 
     def take(self, rank: RankConfig, member_index: int) -> Member | None:
-        """Return the standby of this rank, if it has loaded, as the member with this index; else None."""
+        """Return this rank's standby if it has loaded, now with the rank's name and number; else None."""
         ...
 
     def close(self) -> None:
@@ -57,7 +58,7 @@ class StandbyRanks(Protocol):
 
 
 class NoStandbys:
-    """The null `StandbyRanks`: a rank that replaces a lost one reads its weights again."""
+    """`StandbyRanks` that keeps none: a rank that replaces a lost one reads its weights again."""
 
     def tend(
         self,
@@ -80,7 +81,7 @@ NO_STANDBYS = NoStandbys()
 
 @dataclass(slots=True, eq=False)
 class _Standby:
-    rank: RankConfig  # config of the rank that it stands for, as in the plan of the pipe
+    rank: RankConfig  # config of the rank that it stands for, as the layout of the pipe has it
     member: Member
     was_announced: bool = False
 
@@ -129,7 +130,7 @@ class Standbys:
                 self._start(rank, config_of(index), now)
 
     def take(self, rank: RankConfig, member_index: int) -> Member | None:
-        """Return the standby of this rank, if it has loaded, as the member with this index; else None.
+        """Return this rank's standby if it has loaded, now with the rank's name and number; else None.
 
         Implements `StandbyRanks.take`.
         """

@@ -1,4 +1,4 @@
-"""Joins the head at its last address or, if the worker searches for its head, at another one.
+"""Joins the head at its last address or, with `--discover`, at the address that a search finds.
 
 A head may come back at another address, for example after a new lease of DHCP. A worker with `--discover`
 then finds it by its announcement (`hosts.network.head_search`). The head must show the key of its cluster

@@ -1,9 +1,10 @@
 """The header and the checksum that go before the tensors of every frame, and the size of a frame.
 
-Both ends of a link work the header out from the plan. The receiver compares all of it with the header that
-came before it reads a byte of the payload [DR1] [DR2] [d1]. It also compares the checksum of the payload in
-the frame before it copies the payload out. Called by the carriers of links (`pipeline.links.link`) and, for
-the size of a link, by `engine.supervisor.launch`. No torch here.
+Both ends of a link compute the header: of hidden states from the plan, of weights from what is to be sent.
+Before it reads a byte of the payload, the receiver compares its header with the one that has come [DR1] [DR2]
+[d1]. If the frame comes from another process, the receiver also computes the payload's checksum, and compares
+it with the one in the frame, before it copies the payload out. Called by the carriers of links (`link` has
+their interface) and, for the size of a link's frames, by `engine.supervisor.launch`. No torch here.
 
     0       4     6      8       12       16     24           28      32      34        36      56         64
     | magic | ver | kind | epoch | digest | step | num_tokens | width | dtype | tensors | zeros | checksum |
@@ -21,7 +22,7 @@ import xxhash
 from penstock.errors import MEMORY_REMEDY, PlanMemoryError, ProtocolError, concerned
 
 ALIGNMENT = 64  # of the payload and of every tensor in a frame: one cache line
-HEADER_BYTES = 56  # the checksum follows, and then the payload, at `ALIGNMENT`
+HEADER_BYTES = 56  # the checksum follows, and then, at offset `ALIGNMENT`, the payload
 CHANGED_REMEDY = "The request runs again; if the error repeats, test the memory of the host."
 NUM_CARRIED = 1  # tensors in a frame: hidden states, to which the stage has added the residual stream
 
@@ -36,12 +37,12 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class FrameKind(IntEnum):
-    """The kinds of contents of a frame: hidden states, weights, or that the step was not computed."""
+    """The kinds of contents of a frame: hidden states, weights, or word that the step was not computed."""
 
     HIDDEN = 1  # hidden states with the residual stream added, [num_tokens, width]
-    WEIGHT = 2  # rows of an embedding, [num_tokens, width], before the first plan; `step_id` counts them
+    WEIGHT = 2  # rows of an embedding, before the first plan; `step_id` is the frame's number
     # The step was not computed; in place of hidden states the frame has the number of the stage that failed.
-    # The value differs from the others in five bits, so that a flipped bit or two make no other kind of it.
+    # The value differs from the others in five bits, so one or two flipped bits cannot turn it into another.
     FAILED = 60
 
 
@@ -50,9 +51,9 @@ _KINDS = {kind.value for kind in FrameKind}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameHeader:
-    """The description of a frame, which has the tensors of one step on a link.
+    """The header of a frame: which step the frame belongs to, and which tensors it has.
 
-    Both ends make a header from their plan: the two are equal if and only if both ends have the same plan.
+    Both ends make the header of hidden states from their own plans. If the plans differ, the headers do.
     """
 
     epoch: int
@@ -62,10 +63,10 @@ class FrameHeader:
     width: int  # elements of one token in one tensor
     dtype: str
     num_tensors: int
-    digest: int  # of the plan
+    digest: int  # of the plan and all plans before it in the epoch (`pipeline.decision_log`)
 
     def pack(self) -> bytes:
-        """Return the header as it stands in front of a frame, `HEADER_BYTES` bytes."""
+        """Return the header as it stands at the beginning of a frame, `HEADER_BYTES` bytes."""
         packed = _LAYOUT.pack(
             _MAGIC,
             _VERSION,
@@ -82,7 +83,11 @@ class FrameHeader:
 
     @classmethod
     def unpack(cls, frame: bytes | memoryview) -> FrameHeader:
-        """Read the header of a frame; raises `ProtocolError` for anything that this build does not write."""
+        """Read the header of a frame.
+
+        Raises:
+            ProtocolError: this build writes no such magic number, version, kind or dtype.
+        """
         magic, version, kind, epoch, digest, step_id, num_tokens, width, dtype, num_tensors = (
             _LAYOUT.unpack_from(frame)
         )
@@ -114,13 +119,13 @@ class FrameHeader:
 
     @property
     def purpose(self) -> str:
-        """The contents of the frame in words, for messages about waits."""
+        """The contents of the frame in words, for messages."""
         is_weight = self.kind is FrameKind.WEIGHT
         return f"weight block {self.step_id}" if is_weight else f"the hidden states of step {self.step_id}"
 
     @property
     def payload_bytes(self) -> int:
-        """The bytes of all tensors of the frame, each padded to `ALIGNMENT`, without the header."""
+        """The size in bytes of all tensors that the header names, each padded to `ALIGNMENT`."""
         return self.num_tensors * padded(self.num_tokens * self.width * _ITEM_BYTES[self.dtype])
 
     def differences(self, received: FrameHeader) -> list[str]:
@@ -144,7 +149,10 @@ def check_header(expected: FrameHeader, received: FrameHeader, link: str, reques
 def check_packed(
     expected: FrameHeader, received: bytes | memoryview, link: str, requests: Sequence[str]
 ) -> None:
-    """Check a header in its packed form (`FrameHeader.pack`), with the results of `check_header`."""
+    """Check a header in its packed form (`FrameHeader.pack`).
+
+    Raises in the same cases as `check_header`, and if bytes that must be zero are not.
+    """
     if received == expected.pack() or received == expected.as_failed.pack():
         return
     try:
@@ -165,7 +173,7 @@ def failed_step(header: FrameHeader, stage: int | None) -> PlanMemoryError:
     """Return the error of a step that an earlier stage has not computed, because it had no memory left.
 
     Args:
-        stage: number of that stage, as the frame says; None where the frame has no payload.
+        stage: number of that stage, as the frame says; None if the frame is too small to say it.
     """
     who = "a stage" if stage is None else f"stage {stage}"
     return PlanMemoryError(
@@ -174,7 +182,9 @@ def failed_step(header: FrameHeader, stage: int | None) -> PlanMemoryError:
 
 
 def payload_checksum(parts: Iterable[bytes | memoryview]) -> bytes:
-    """Return the 8 bytes of a payload's checksum: XXH3-64, carried on from part to part.
+    """Return the 8 bytes of a payload's checksum (XXH3-64).
+
+    The checksum of each part is the seed for that of the next one.
 
     Args:
         parts: the bytes of the tensors, without padding.
@@ -221,5 +231,5 @@ def padded(num_bytes: int) -> int:
 
 
 def frame_bytes(*, max_num_tokens: int, width: int, itemsize: int, num_tensors: int = NUM_CARRIED) -> int:
-    """Return the bytes of the largest frame of a link whose steps have at most `max_num_tokens` tokens."""
+    """Return the bytes of the largest frame of a link, if steps have up to `max_num_tokens` tokens."""
     return ALIGNMENT + num_tensors * padded(max_num_tokens * width * itemsize)

@@ -1,4 +1,4 @@
-"""Connections whose client has closed its sending side, and may still wait for the answers that are due.
+"""Handles connections whose client sends nothing more, but may still wait for answers.
 
 The client may wait, or may have left: in both cases it has closed its sending side. The difference shows when
 something is written, since the host of a client that has left resets the connection. So something is written

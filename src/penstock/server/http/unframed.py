@@ -1,4 +1,4 @@
-"""Answers to clients of HTTP/1.0, which know no chunks: the connection ends where the stream does.
+"""Answers to clients of HTTP/1.0, which cannot read chunks: the end of the connection ends the answer.
 
 uvicorn writes every answer without a length in chunks, also to clients of HTTP/1.0, which RFC 9112 (section
 6.1) forbids. Used by `http_protocol`. Relies on private parts of uvicorn, which

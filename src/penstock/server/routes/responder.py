@@ -1,4 +1,4 @@
-"""Makes the response of a generating request; sending the response runs the request's sequences.
+"""Makes the response of a generating request; the sequences run while the response is sent.
 
 Used by the generating routes, after `intake` and `grammar_checks` have let the request pass.
 """
