@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 
 from checkpoints import write_raw_safetensors
-from drafters import without_costs
+from drafters import wait_for_guesses
 from paths import shared_data
 from penstock import LLM, SamplingParams
 from penstock.drafting import drafter_child
 from penstock.drafting.drafter_child import DrafterChild
-from penstock.engine.core import core_assembly
 from penstock.errors import PenstockError, StageLostError
-from penstock.scheduler import windows
 
 PROMPTS = [{"prompt_token_ids": [1, 403 + 7 * index, 407]} for index in range(3)]
 SAMPLING = [
@@ -74,10 +72,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[DrafterChild]:
 
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guesses are waited for, however little a step of this small model costs, and all of them are sent."""
-    monkeypatch.setattr(windows, "guesses_worth_waiting", lambda draft, most, *_: most)
-    monkeypatch.setattr(windows, "_LEAST_PATIENCE_S", 60.0)
-    monkeypatch.setattr(core_assembly, "DraftWindows", without_costs)
+    wait_for_guesses(monkeypatch)
 
 
 def is_there(pid: int) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from depth import sampled
-from drafters import without_costs
+from drafters import wait_for_guesses, without_costs
 from pairwise import Case, drawn
 from paths import shared_data
 from penstock import LLM, SamplingParams
@@ -150,15 +150,41 @@ def test_each_drafter_changes_nothing(method: str, monkeypatch: pytest.MonkeyPat
     check_case((2, 1, 7, 5, method, 1, 4, False, 3), monkeypatch)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_each_drafter_guesses_where_a_text_repeats(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The texts above are short: in some layouts nothing in them is worth a guess."""
+    wait_for_guesses(monkeypatch)
+    prompt = {"prompt_token_ids": REPEATING}
+    sampling = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
+    with engine() as llm:
+        (plain,) = llm.generate([prompt], sampling)
+    with engine(**chosen(method)) as llm:
+        for _ in range(40):  # a draft model may say only after the first text that it is loaded
+            (output,) = llm.generate([prompt], sampling)
+            assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+            stats = llm.stats()
+            assert stats is not None
+            told = stats.scheduler.speculation
+            assert told.drafter == method
+            if told.num_drafted > 0:
+                return
+    raise AssertionError("nobody guessed")
+
+
+def chosen(method: str) -> dict[str, Any]:
+    """The options of an engine with a method of `METHODS`."""
+    if method != "draft_model":
+        return {"speculative_method": method}
+    model = str(shared_data("models", "stories260K"))
+    return {"speculative_config": {"model": model, "quantization": "int4"}}
+
+
 def check_case(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     given = dict(zip(AXES, case, strict=True))
     expected = reference(given["block_size"], given["tensor_parallel"])
     is_own = given["chance"] in METHODS
-    method: dict[str, Any] = {"speculative_method": given["chance"] if is_own else "suffix"}
-    if given["chance"] == "draft_model":
-        draft_model = {"model": str(shared_data("models", "stories260K")), "quantization": "int4"}
-        method = {"speculative_config": draft_model}
-    elif not is_own:
+    method = chosen(given["chance"] if is_own else "suffix")
+    if not is_own:
         drafter = Answers([ids for ids, _, _ in expected], given["chance"])
         monkeypatch.setattr(core_assembly, "SuffixDrafter", lambda: drafter)
         monkeypatch.setattr(core_assembly, "DraftWindows", without_costs)

@@ -11,9 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
 
+import pytest
+
 from fakes import VOCAB_SIZE, next_token
 from penstock.batch import GREEDY
+from penstock.engine.core import core_assembly
 from penstock.kvcache.allocator import BlockAllocator
+from penstock.scheduler import windows
 from penstock.scheduler.queues import RequestState
 from penstock.scheduler.windows import DraftWindows
 from penstock.speculation.drafter import NO_DRAFT, Draft, Drafter, LocalDrafter, OwnGuesses, Question
@@ -36,6 +40,13 @@ def asked(token_ids: Sequence[int], most: int, request: int = 0, **given: Any) -
 def without_costs(drafter: Drafter, allocator: BlockAllocator, costs: object, **given: Any) -> DraftWindows:
     """Windows that do not shrink where this machine happens to be slow; in place of `DraftWindows`."""
     return DraftWindows(drafter, allocator, None, **given)
+
+
+def wait_for_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses are waited for, however little a step of a small model costs, and all of them are sent."""
+    monkeypatch.setattr(windows, "guesses_worth_waiting", lambda draft, most, *_: most)
+    monkeypatch.setattr(windows, "_LEAST_PATIENCE_S", 60.0)
+    monkeypatch.setattr(core_assembly, "DraftWindows", without_costs)
 
 
 class KnowingDrafter(LocalDrafter):
