@@ -150,25 +150,24 @@ def test_each_drafter_changes_nothing(method: str, monkeypatch: pytest.MonkeyPat
     check_case((2, 1, 7, 5, method, 1, 4, False, 3), monkeypatch)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "draft_model"])
 def test_each_drafter_guesses_where_a_text_repeats(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The texts above are short: in some layouts nothing in them is worth a guess."""
+    """The texts above are short: in some layouts nothing in them is worth a guess.
+
+    `test_draft_models` shows the same of a draft model, which needs a while to load.
+    """
     wait_for_guesses(monkeypatch)
     prompt = {"prompt_token_ids": REPEATING}
     sampling = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
     with engine() as llm:
         (plain,) = llm.generate([prompt], sampling)
     with engine(**chosen(method)) as llm:
-        for _ in range(40):  # a draft model may say only after the first text that it is loaded
-            (output,) = llm.generate([prompt], sampling)
-            assert output.outputs[0].token_ids == plain.outputs[0].token_ids
-            stats = llm.stats()
-            assert stats is not None
-            told = stats.scheduler.speculation
-            assert told.drafter == method
-            if told.num_drafted > 0:
-                return
-    raise AssertionError("nobody guessed")
+        (output,) = llm.generate([prompt], sampling)
+        assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+        stats = llm.stats()
+    assert stats is not None
+    assert stats.scheduler.speculation.drafter == method
+    assert stats.scheduler.speculation.num_drafted > 0
 
 
 def chosen(method: str) -> dict[str, Any]:
