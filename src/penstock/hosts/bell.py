@@ -1,6 +1,6 @@
-"""The objects that polling loops wait on: a bell for other threads, and a lasting one for a connection.
+"""The bell that wakes a polling loop, and an object to poll in place of a connection that may be replaced.
 
-The lasting one (`LastingSource`) keeps its descriptor when the connection that it stands for is replaced.
+The latter (`LastingSource`) keeps its descriptor when the connection that it stands for is replaced.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A process that a host has started, as the supervisor sees it: what it has reported, and how to end it.
 
-`Member` keeps what status events have reported, the same on every host. Subclasses know how events come from
-a host, how the end of a process is noticed, and how it is ended (`hosts.local_process` for this machine).
+`Member` keeps what status events have reported; this part is the same for every kind of host. Subclasses know
+how events come from a host, how the end of a process is noticed, and how it is ended (`hosts.local_process`
+for this machine).
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ class Member(ABC):
     Args:
         name: name in texts for users, such as "stage 1".
         stage: number of its pipeline stage; None: it has none.
-        member_index: number by which its parent finds it among its other processes; the parent chooses it.
+        member_index: number under which the supervisor keeps the process among the members of a pipeline.
 
     Attributes:
-        failure: the error that the process has reported, or for which it was killed or lost; None: none yet.
+        failure: the error that the process has reported, or the reason why it was killed or given up as lost;
+            None: none yet.
         trace: end of the stack trace of a reported error.
         has_spoken: the process has reported something, and so has set up its signals.
-        has_loaded: it has loaded its model: a rank its weights, a core the draft model.
+        has_loaded: a rank has loaded its weights; a core's drafting process has loaded the draft model.
         is_ready: it has reported that it serves.
         started_at, heard_at: monotonic seconds of the start and of the last report.
     """
@@ -48,9 +50,9 @@ class Member(ABC):
         self.started_at = self.heard_at = time.monotonic()
 
     def begin_as(self, name: str, stage: int | None, member_index: int) -> None:
-        """Give the process the name, stage and index of another member, as if it had been started now.
+        """Give the process the name, stage and index of the rank that it becomes; its times count from now.
 
-        Called when a process that has waited becomes a rank.
+        It has waited until now (a spare or a standby). What it has reported stays.
         """
         self.name, self.stage, self.member_index = name, stage, member_index
         self.started_at = self.heard_at = time.monotonic()
@@ -77,12 +79,12 @@ class Member(ABC):
     def sources(self) -> Collection[Waitable]:
         """The objects to poll: one is readable when the process has reported something or has ended.
 
-        Processes of one host may share sources. After `read_status` there may be fewer of them.
+        Processes of one host may share sources. `read_status` may leave fewer sources.
         """
 
     @abstractmethod
     def hand(self, message: ControlMessage) -> None:
-        """Send the process an order, with the endpoints in it. Never fails, even if the process is lost."""
+        """Send the process an order and the endpoints that belong to it. Never fails, even if it is lost."""
 
     @abstractmethod
     def show_threads(self) -> None:
@@ -105,10 +107,10 @@ class Member(ABC):
         """Reap the process and release all that belongs to it; it must have ended."""
 
     def disown(self, error: Exception) -> None:
-        """Raise an error that a report of the process has caused in this process.
+        """Raise an error that arose here, in the supervisor, while it handled a report of the process.
 
-        For a process of this host such an error is a bug. Processes of other hosts override this method:
-        their host is given up as lost.
+        For a process of this host such an error is a bug. Subclasses for other hosts override this method:
+        they give up the host as lost.
         """
         raise error
 
@@ -119,7 +121,7 @@ class Member(ABC):
     def read_status(self) -> list[StatusEvent]:
         """Return the events that the process has reported since the last call, without waiting.
 
-        The attributes of this object then follow from them.
+        Updates the attributes of this object by them.
         """
         events = self._receive()
         self.heard_at = time.monotonic() if events else self.heard_at
@@ -137,8 +139,8 @@ class Member(ABC):
         Does not wait for its end.
 
         Args:
-            reason: what the process did or did not do, as it stands behind its name in a sentence, such as
-                "has given no sign of life for 3.0 s".
+            reason: what the process did or did not do, in words that continue a sentence which begins
+                with its name, such as "has given no sign of life for 3.0 s".
         """
         if self.failure is None:
             self.failure = self._lost(f"{reason}, and was killed")
@@ -168,7 +170,7 @@ class Member(ABC):
         Its failure shows that; if it has none, only an end by a signal counts.
         """
         if self.failure is not None:
-            # `first_cause` prefers any other error to one that is only a consequence.
+            # `first_cause` prefers any other error to a consequence: what it takes is a cause.
             some_failure = ErrorInfo(kind="PenstockError", message="")
             return first_cause([self.failure, some_failure]) is self.failure
         return (self.exit_code or 0) < 0

@@ -1,4 +1,4 @@
-"""The RMSNorm: after adding the residual stream [A11], on its own, and for each head of an attention.
+"""The RMSNorm in three forms: after adding the residual stream [A11], without that, and for each head.
 
 The mean square is taken in float32 whatever the dtype of the stream (arXiv 1910.07467; the order of casts is
 that of transformers, so that bfloat16 agrees as well).

@@ -1,4 +1,4 @@
-"""Lets a new `penstock worker` take over the spare process of a killed one, if it starts within seconds.
+"""Lets a `penstock worker` that starts within seconds of a killed one take over the spare process of that.
 
     spare                                              the next worker
     listens at a path, in a directory of its user

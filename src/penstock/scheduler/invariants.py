@@ -1,4 +1,4 @@
-"""Asserts what must hold between any two calls of the scheduler; for tests and for an idle engine."""
+"""Asserts what must hold between any two calls of the scheduler; called by tests and by an idle engine."""
 
 from __future__ import annotations
 

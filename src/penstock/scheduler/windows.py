@@ -6,15 +6,15 @@
 
 The decodes of a plan are placed first. Then drafts (guessed tokens) are added to them. Drafts take only
 free blocks that no other row needs, and no row leaves the plan for them. A request whose sample is on its
-way decodes one token as ever, for its newest token is not known here. So a request that has a draft worth
-sending waits for its result (`RequestState.awaits_result`), though the pipe may have room before. While
-prompts are computed, steps are bound by computing, and no request drafts.
+way decodes one token as usual, since its newest token is not known here yet. So a request that has a draft
+worth sending waits for its result (`RequestState.awaits_result`), even if the pipe has room before. A plan
+with chunks of prompts is limited by computing, not by reading weights: it gets no drafts.
 
-Where fewer requests run than plans fill the pipe, stages would wait. Then a window may follow one whose
-result is not back: the first token of the later window guesses what the step before yields behind its last
-draft. Such a window is a plan of its own, and only made when no other request may run. When a guess was
-wrong, all windows behind it are void: the last stage drops them, and the next plan, whatever it runs, rewinds
-the row to its newest token, so that no step waits for a void one.
+If fewer requests run than the pipe needs plans, stages would wait. Then a window may follow one whose result
+is not back: its first token is a guess at the token that the step before samples behind its last draft. Such
+a window is a plan of its own, and only made when no other request may run. When a guess was wrong, all
+windows behind it are void: the last stage drops their results. The next plan, whichever requests it has,
+rewinds the row to its newest token. No step then waits for a void one.
 
 A drafter may compute elsewhere, and have its guesses some time later than the result. If they are worth it
 the request waits for them (`RequestState.awaits_drafts`), but at most about twice as long as they should
@@ -50,19 +50,19 @@ from penstock.speculation.streaming import (
 )
 from penstock.speculation.window_sizes import least_chance, window_sizes
 
-_WORTH_WAITING = 0.5  # a request waits for its result if the draft behind it is right with this chance
+_WORTH_WAITING = 0.5  # a request waits for its result if its draft is right with at least this chance
 _PATIENCE = 2.0  # a request waits for guesses this many times as long as they should take,
 _LEAST_PATIENCE_S = 0.005  # and these seconds longer
 _NEWEST_WEIGHT = 0.2  # of the newest plan in the average time of plans
 _LEAST_STAGE_S = 1e-6
-_CHANCE_STEPS = 50  # chances are rounded to 1/50 before a window's size is looked up among the kept ones
-_FREE_TOKENS = 8  # so many tokens are taken to cost no more than one where costs are not known
+_CHANCE_STEPS = 50  # chances are rounded to 1/50, so that the sizes of windows can be kept and found again
+_FREE_TOKENS = 8  # where costs are not known, up to this many tokens are taken to cost as much as one
 
 
 class NoWindows:
     """Adds no drafts (guessed tokens) to plans; also the interface of `DraftWindows`, which does.
 
-    A window is a row with drafts, which one step verifies together.
+    A window is what a plan computes of one row: a token (known or guessed), and the drafts behind it.
 
     Attributes:
         is_streaming: windows of some request follow each other through the pipe.
@@ -71,7 +71,7 @@ class NoWindows:
     is_streaming = False
 
     def widen(self, plan: PlanBuilder, *, num_running: int, is_alone: bool) -> None:
-        """Do nothing; `DraftWindows` adds drafts (guessed tokens) to a plan that has decodes alone.
+        """Do nothing; `DraftWindows` adds drafts (guessed tokens) to a plan that has only decodes.
 
         Args:
             num_running: requests that have a row, in this plan or in others.
@@ -79,14 +79,14 @@ class NoWindows:
         """
 
     def go_ahead(self, plan: PlanBuilder, running: Sequence[RequestState], *, is_full: bool) -> None:
-        """Do nothing; `DraftWindows` puts a window behind one in flight, on a guess, into an empty plan.
+        """Do nothing; `DraftWindows` fills an empty plan with a window that continues one in flight.
 
         Args:
-            is_full: as many plans are in flight as fill the pipe; the window would wait at the first stage.
+            is_full: so many plans are in flight that a further one would wait at the first stage.
         """
 
     def wanted_guesses(self, plan: PlanBuilder, num_running: int) -> dict[int, int]:
-        """Return how many tokens the last stage is to guess, by row index in the plan: for no row, here.
+        """Return how many tokens the last stage is to guess, by a request's place in the plan: here for none.
 
         The plan carries the answer as `ScheduledBatch.mtp`.
 
@@ -112,7 +112,7 @@ class NoWindows:
 
         Args:
             token_ids: tokens that the step has yielded for the request.
-            size: tokens of its window, the first of which is not a draft.
+            size: tokens of its window; the first one is not counted here.
         """
         return size - 1, len(token_ids) - 1
 
@@ -120,7 +120,7 @@ class NoWindows:
         """Do nothing; `DraftWindows` counts drafts tried and accepted, and gets the next ones."""
 
     def take_rewound(self) -> list[tuple[RequestState, RewoundRow]]:
-        """Return the requests that go on behind a wrong guess, with what the next plan tells ranks: none."""
+        """Return the requests that go on behind a wrong guess, with what ranks must be told; here none."""
         return []
 
     def refresh(self) -> None:
@@ -181,7 +181,7 @@ class DraftWindows(NoWindows):
         self._clock = clock
         self._with_grammars = with_grammars
         self._guides = guides
-        # By the arrival number of the request:
+        # The next four have the arrival number of a request as the key.
         self._drafts: dict[int, Draft] = {}  # guesses that follow the tokens that it has
         self._streamed: dict[int, int] = {}  # tokens of each window, where windows follow each other
         self._hopeful: dict[int, RequestState] = {}  # requests that a drafter still guesses for
@@ -250,8 +250,8 @@ class DraftWindows(NoWindows):
     def _next_ids(self, request: RequestState, least_chance: float) -> Sequence[int]:
         """Return the ids of a window behind the tokens in flight.
 
-        It is empty if a token in flight has no guess, or another guess than the drafter has now. It is also
-        empty if the chance is below `least_chance` that these guesses and the next one are right.
+        It is empty if the tokens in flight were not all guessed, or the drafter now guesses others. It is
+        also empty if these guesses and the next one are right with a chance below `least_chance`.
         """
         draft, ahead = self._drafts.get(request.arrival, NO_DRAFT), len(request.guessed_ids)
         if not request.is_guessed or list(draft.token_ids[:ahead]) != request.guessed_ids:
@@ -268,12 +268,12 @@ class DraftWindows(NoWindows):
         counts, has_prompts = {}, plan.prefill_tokens > 0
         for index, request in enumerate(plan.requests):
             question = self._question(request)
-            left = request.max_len - len(request.token_ids) - 1  # tokens to guess; one is sampled behind them
+            left = request.max_len - len(request.token_ids) - 1  # tokens to guess; one more is sampled behind
             if question is None or left < 2:
                 continue
             room = left - request.num_awaited  # if all drafts in flight are right
             least_chance = question.least_chance
-            # With other steps in flight, the request waits for their results only for a good guess.
+            # While other steps of the request are in flight, only a good guess is worth their results' wait.
             if request.num_awaited > plan.num_tokens[index]:
                 least_chance = max(least_chance, _WORTH_WAITING)
             most = min(question.most, max(1, room))
@@ -294,7 +294,7 @@ class DraftWindows(NoWindows):
         """Return how many tokens the last stage may guess of a row, and add blocks to the row for them.
 
         The last stage keeps keys and values of each guess but the last. So one guess needs no block, and is
-        left where there are no blocks to spare.
+        made even if no block can be spared.
         """
         wanted = min(wanted, self._prices.most)
         blocks = self._spare_blocks(plan.requests[index], wanted - 1, num_running)
@@ -320,9 +320,9 @@ class DraftWindows(NoWindows):
         if self._prices.is_timing:
             self._prices.returned(step_id, self._clock())
         num_drafts, num_right = size - 1, len(token_ids) - 1
-        if not request.guessed_ids:  # the request had no drafts in flight
+        if not request.guessed_ids:  # no guessed window of the request is in flight
             return num_drafts, num_right
-        # 1 if the step's samples also decide on the first guess of the window behind; else 0.
+        # 1 if the step's samples also decide on the first guess of the next window; else 0.
         reaches_next = int(request.num_windows_ahead > 0 and num_right == num_drafts)
         num_void = request.follow(token_ids, step_id)
         if num_void:
@@ -441,7 +441,7 @@ class DraftWindows(NoWindows):
 
 
 class _Prices:
-    """The costs of windows, which decide the windows that are worth their time.
+    """The costs of windows, from which it follows how large a window is worth its time.
 
     Args:
         costs, depth, most: as for `DraftWindows`.
@@ -449,10 +449,10 @@ class _Prices:
     Attributes:
         most: most drafts of a row in one step.
         num_running: requests that have a row.
-        has_gaps: fewer requests run than plans fill the pipe, so stages wait if each has one plan in it.
-        num_busy: how many stages compute at once.
-        reach: most tokens to guess: of one window, and, where stages wait, of the windows that follow it.
-        least_chance: of one draft that is worth its time in a plan such as the last one.
+        has_gaps: fewer requests run than the pipe needs plans, so stages wait if each has one plan in it.
+        num_busy: how many plans are computed at once, as the drafter is told; 1 where there are gaps.
+        reach: most tokens to guess ahead: of one window; where stages wait, of all that may follow it, too.
+        least_chance: chance from which on one draft is worth its time in a plan like the newest; > 1: never.
     """
 
     def __init__(self, costs: CostModel | None, depth: PlanDepth, most: int) -> None:
@@ -460,8 +460,8 @@ class _Prices:
         self._depth = depth
         self.most = most
         self._shape = _Shape(1, 0, is_alone=True)  # of the newest plan
-        self._made_at: dict[int, float] = {}  # by step, where costs are not known: when it was planned
-        # Average seconds of a trip, there; until the first result replaces it any value will do.
+        self._made_at: dict[int, float] = {}  # when each step was planned; only without a cost model
+        # Average seconds from a plan to its result, there. Only ratios count until the first result comes.
         self._trip_s = float(_FREE_TOKENS * depth.number)
         self._has_trips = False
         self._streamed_sizes = KeptSizes()
@@ -499,11 +499,11 @@ class _Prices:
             return
         self._trip_s += (_NEWEST_WEIGHT if self._has_trips else 1.0) * (now - made_at - self._trip_s)
         self._has_trips = True
-        # Results come in step order: of earlier steps none is reported, since all requests in them had ended.
+        # Results come in step order: earlier steps still noted will not come, as their requests had ended.
         self._made_at = {step: at for step, at in self._made_at.items() if step > step_id}
 
     def sizes(self, drafts: Sequence[Draft]) -> list[int]:
-        """Return how many tokens of each draft to add to a plan such as the last one."""
+        """Return how many tokens of each draft to add to a plan like the newest."""
         if all(draft.chance < self.least_chance for draft in drafts):
             return [0] * len(drafts)
         cut = [Draft(draft.token_ids[: self.most], draft.chance) for draft in drafts]
@@ -513,15 +513,15 @@ class _Prices:
     def _num_rows(self) -> int:
         """The rows of the newest plan; where no stage waits, at least as many as plans have on average.
 
-        Without this bound, drafts would look cheap in a plan that happens to have few rows, and fill it. The
-        other rows would come in later plans of few rows, which drafts fill too. So more plans than stages
-        would go round, with drafts in the place of rows.
+        Without this bound, drafts would look cheap in a plan that has few rows by chance, and would fill it.
+        The rows without a place in it would go into further small plans, which drafts fill too. In the end
+        more plans than stages would circulate, with drafts in the place of rows.
         """
         share = 0 if self.has_gaps else self.num_running // self._depth.number
         return max(self._shape.num_rows, share)
 
     def _step_seconds(self) -> Callable[[int], float]:
-        """Return a function from a number of tokens to the seconds of a plan such as the last one."""
+        """Return a function from a number of tokens to the seconds of a plan like the newest."""
         combine = sum if self._shape.is_alone else max
         stages = self._stage_seconds(alone=self._shape.is_alone)
         return lambda tokens: combine(stages(tokens))
@@ -555,7 +555,7 @@ class _Prices:
         )
 
     def _stage_seconds(self, *, alone: bool) -> Callable[[int], list[float]]:
-        """Return a function from a number of tokens to each stage's seconds, with the last contexts."""
+        """Return a function from a number of tokens to each stage's seconds, with the newest contexts."""
         costs = None if self._costs is None else self._costs.costs(alone=alone)
         if costs is None:
             stage_s = max(self._trip_s / self._depth.number, _LEAST_STAGE_S)

@@ -1,4 +1,4 @@
-"""Finds the form of a model's tool calls and reasoning in the way its chat template writes earlier answers.
+"""Finds the form of a model's tool calls and reasoning by how its template writes earlier answers.
 
 A template writes former answers as the model was trained to write them. So a call with arguments of several
 types is rendered, and each row of `form_table` tries to read it: the first row whose reader gives back the

@@ -1,4 +1,4 @@
-"""The name that a cluster's certificate gives to a process: cluster, host, role, run of the head, epoch.
+"""The name that a cluster's certificate gives to a process: cluster, host, role, run (of the head), epoch.
 
 A name stands in the certificate as a URI, so that it cannot be taken for a DNS name or an address:
 

@@ -1,4 +1,4 @@
-"""Measures, before the first request, what the stages cost and how many plans should wait at the first.
+"""Measures, before the first request, what stages cost and how many plans should wait at stage 0.
 
 It sends plans of made-up requests through the real pipe: decodes and prompt chunks of several sizes. Each
 size is tried with one plan in flight (*alone*) and with a full pipe (*shared*). The stages' reports teach the

@@ -1,4 +1,4 @@
-"""Applies each admin operation between two plans, and reports when all ranks work as it says.
+"""Applies each admin operation between two plans, and reports when all ranks have come past this point.
 
     accept ──▶ in force at once ──▶ quiet ──▶ a plan made from then on has crossed all stages ──▶ done
 

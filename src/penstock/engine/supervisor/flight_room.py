@@ -1,4 +1,4 @@
-"""Decides how many plans may be in flight at most, and how many frames the links between stages hold.
+"""Decides how many plans the core may have in flight at most, and how many frames each link must hold.
 
 A frame has the hidden states of one plan. On one host, as many plans may be in flight as there are stages and
 plans issued ahead. Between hosts, plans are on the wires too. How many that should be is measured later

@@ -1,4 +1,4 @@
-"""The head's stand-in for the scout of a worker, which finds network paths to other hosts.
+"""The head's stand-in for the scout of a worker (a scout finds network paths to other hosts).
 
 It sends questions to the worker's agent, which answers them with `scouting_agent`.
 """

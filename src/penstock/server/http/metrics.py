@@ -1,4 +1,4 @@
-"""Prometheus metrics of `/metrics`; one that vLLM has too has vLLM's name, with `penstock_` for `vllm:`.
+"""Prometheus metrics of `/metrics`; those that vLLM has are named as there, with `penstock_` for `vllm:`.
 
 The core's numbers are read from its last message when a scrape comes. The front counts what it sees itself
 here: requests when they end, and the time between tokens as they come. Histograms are plain lists of counts,

@@ -1,4 +1,4 @@
-"""Computes the merges of a vocabulary that has the order of its tokens, but not the pairs they arose from.
+"""Computes the merges of a vocabulary that has the order of its tokens, but not the pairs that were merged.
 
 SentencePiece's BPE and tiktoken both join two neighbours again and again: those whose union ranks best among
 the tokens, and of equals the leftmost. A list of merges in the order of the tokens that they make has the
