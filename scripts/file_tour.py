@@ -21,7 +21,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- file tour: written by scripts/file_tour.py -->\n", "<!-- end of the file tour -->"
 
 ROOMS = {
-    "": "types that every package may import",
+    "": "the modules that are in no folder: messages, errors and other things that many packages share",
     "config": "what can be set",
     "process": "what the processes of Penstock share: their start, orders, signals, sockets and memory",
     "trust": "who belongs to a cluster of hosts, and how a connection proves it",

@@ -1,4 +1,4 @@
-"""Lets a `penstock worker` that starts within seconds of a killed one take over the spare process of that.
+"""Lets a `penstock worker` that starts soon after one was killed take over the killed one's spare process.
 
     spare                                              the next worker
     listens at a path, in a directory of its user

@@ -1,7 +1,7 @@
 """Finds the head of a cluster in the local network, by mDNS (RFC 6762, 6763).
 
     head      Announcement(...)  service `_penstock._tcp`, with the cluster's name, port and addresses
-    worker    HeadSearch(...)    the first head that is announced for the cluster of its token
+    worker    HeadSearch(...)    each head that is announced, for the cluster of its token if it has one
 
 An announcement is a hint and proves nothing: the host at the announced address must have the key that the
 join token pins, as at an address that a user has typed. This is the only module that imports zeroconf (extra
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from zeroconf import Zeroconf
 
 SERVICE = "_penstock._tcp.local."
-_ANSWER_MS = 3000  # so long a host has to answer at which address its announced service is
+_ANSWER_MS = 3000  # how long a host has to tell the address of the service that it has announced
 _MAX_NAME = 63  # bytes of a label of DNS
 
 Address = tuple[str, int]
@@ -87,7 +87,7 @@ class HeadSearch:
         self._zeroconf = _opened()
         try:
             self._browser = zeroconf.ServiceBrowser(self._zeroconf, SERVICE, handlers=[self._see])
-        except BaseException:  # such as no thread for it: a worker whose head is lost tries again and again
+        except BaseException:  # such as no thread: a worker that has lost its head searches again and again
             self._zeroconf.close()
             self._bell.close()
             raise
@@ -96,7 +96,7 @@ class HeadSearch:
         return self._bell.fileno()
 
     def take(self) -> Address | None:
-        """Return address and port of a head that was found; None if none was found since the last call."""
+        """Return address and port of the next head that was found, oldest first; None if there is none."""
         self._bell.hush()
         return None if self._found.empty() else self._found.get()
 
@@ -120,13 +120,13 @@ class HeadSearch:
 def head_address(service: Any, cluster: str, own: Sequence[HostAddress]) -> Address | None:
     """Return the address and port where workers join an announced head, or None.
 
-    None stands for a head of another cluster, and for an announcement that makes no sense.
+    None stands for a head of another cluster, and for an announcement without a usable port or address.
 
     Args:
         service: a `zeroconf.ServiceInfo`, which anybody in the network may have written.
         cluster: name of the cluster whose head is looked for; empty: any cluster.
-        own: addresses of this host, the most promising first. The library gives the addresses of a head in
-            any order.
+        own: addresses of this host, the most promising first; they decide among the addresses of the head,
+            whose order the library does not keep.
     """
     properties = {key: value or b"" for key, value in service.properties.items()}
     if cluster and properties.get(b"cluster") != cluster.encode():
@@ -143,7 +143,8 @@ def head_address(service: Any, cluster: str, own: Sequence[HostAddress]) -> Addr
 def _remoteness(address: ipaddress.IPv4Address | ipaddress.IPv6Address, own: Sequence[HostAddress]) -> int:
     """Return the place of an address in the order to try them: those in a network of this host come first.
 
-    The last are addresses that this host has itself. A bridge of containers has the same one on many hosts.
+    The last are addresses that this host has itself: they may belong to a bridge of containers, which has the
+    same address on many hosts.
     """
     interfaces = [ipaddress.ip_interface((one.address, one.prefix)) for one in own]
     if any(address == one.ip for one in interfaces):
@@ -153,7 +154,7 @@ def _remoteness(address: ipaddress.IPv4Address | ipaddress.IPv6Address, own: Seq
 
 
 def _own_addresses() -> Sequence[HostAddress]:
-    """Return the addresses of this host; none if they cannot be read: any order of a head's will do then."""
+    """Return the addresses of this host; none if they cannot be read: those of a head have no order then."""
     with contextlib.suppress(OSError):
         return usable_addresses()
     return ()

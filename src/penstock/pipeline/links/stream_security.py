@@ -1,11 +1,11 @@
-"""Makes a connected socket safe before a link or channel uses it: by TLS, by a challenge, or not at all.
+"""Secures a connected socket before a link or channel uses it: by TLS, by a challenge, or by nothing.
 
-The seam is `Proof`: a new way of making a stream safe gets a line in the table. `trust` decides what is
+To add a way of making streams safe, implement `Proof` and add a line to `_KINDS`. `trust` decides what is
 proved, and by which messages; this module exchanges these messages over sockets that do not block. Used by
 `pipeline.links.stream_opening`. No torch here.
 
-An end of a stream that only writes may leave incoming bytes unread after the TLS handshake. All that TLS can
-send then is a close or an alert, since the server gives out no session tickets, and neither needs an answer.
+An end of a stream that only writes need not read after the TLS handshake. All that TLS could still send to it
+is a close or an alert, and neither needs an answer. (The server gives out no session tickets.)
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from penstock.trust.tls import (
     under_tls,
 )
 
-# Waits until a descriptor has one of the given events of poll(2); raises at its deadline, or at the stream's
-# end.
+# Waits until a descriptor has one of the given events of poll(2). Raises at its deadline, or when the stream
+# is ended meanwhile, by this process or because its epoch is over (`Interruption`).
 Wait = Callable[[int, int], None]
 Answer = TypeVar("Answer")
 
@@ -58,7 +58,8 @@ class Proof(Protocol):
         ...
 
     def begin(self, stream: socket.socket) -> Conversation:
-        """Return the conversation (the exchange of proofs) to be held over the stream after its handshake.
+        """Return the conversation (the exchange of proofs) to be held over the stream, after its TLS
+        handshake if it has one.
 
         Raises:
             PeerError: the other end is not the one that is expected.
@@ -81,11 +82,11 @@ def proof_of(security: StreamSecurity, side: StreamSide) -> Proof:
 
 
 def secured(connected: socket.socket, proof: Proof, wait: Wait) -> socket.socket:
-    """Return the stream over a socket once both ends have proved their identities.
+    """Return the stream over a socket once the proof is complete (`ProvedByNothing` has nothing to prove).
 
     Args:
         connected: belongs to the stream from now on, which does not block; it is closed if this raises.
-        wait: blocks until a descriptor has one of the events of poll(2); raises at its deadline.
+        wait: waits for events of a descriptor (`Wait`).
 
     Raises:
         PeerError, OSError: the other end is not the one that is expected, or speaks something else.
