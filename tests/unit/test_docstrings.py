@@ -35,10 +35,10 @@ VERBS_OF_FUNCTIONS = """
 # The verbs that sentences about modules and classes begin with.
 VERBS_ABOUT_THINGS = """
     Aborts Accepts Adds Allocates Announces Answers Applies Asks Asserts Assigns Brings Builds Calls Carries
-    Checks Chooses Computes Connects Copies Counts Cuts Decides Decodes Dials Draws Ends Exchanges
-    Fetches Fills Finds Gathers Gets Gives Guesses Hears Holds Implements Joins Keeps Knows Learns Lets Limits
-    Listens Loads Looks Makes Measures Names Normalises Orders Plans Proves Pulls Puts Reads Receives Records
-    Refuses Removes Renders Replaces Replays Reports Reuses Rewrites Runs Sends Settles Shows Sizes Skips
+    Checks Chooses Computes Connects Copies Counts Cuts Decides Decodes Dials Draws Ends Exchanges Fetches
+    Fills Finds Gathers Gets Gives Guesses Hears Holds Implements Joins Keeps Knows Learns Lets Limits Listens
+    Loads Looks Makes Measures Names Normalises Orders Plans Proves Pulls Puts Reads Receives Records Refuses
+    Removes Renders Replaces Replays Reports Reuses Rewrites Runs Secures Sends Settles Shows Sizes Skips
     Splits Spreads Starts Streams Submits Takes Teaches Tells Tracks Translates Turns Waits Watches Writes
 """
 

@@ -58,8 +58,9 @@ class Proof(Protocol):
         ...
 
     def begin(self, stream: socket.socket) -> Conversation:
-        """Return the conversation (the exchange of proofs) to be held over the stream, after its TLS
-        handshake if it has one.
+        """Return the conversation (the exchange of proofs) to be held over the stream.
+
+        It is held after the TLS handshake, if there is one.
 
         Raises:
             PeerError: the other end is not the one that is expected.
