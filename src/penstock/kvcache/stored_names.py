@@ -1,7 +1,8 @@
-"""The names of blocks that are known to be in the store, and the catalogue that is asked about the rest.
+"""The names of blocks that the core knows to be in the store, and the interface of the catalogue.
 
-A name is the content hash of a KV block. Looking names up in the catalogue may take long, so questions are
-answered later. `kvcache.hosts_catalogue` implements `Catalogue`.
+A name is the content hash of a KV block. The scheduler asks the catalogue about names that are not known
+here. To look them up may take long, so questions are answered later. `kvcache.hosts_catalogue` implements
+`Catalogue`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class StoreCalls(Protocol):
 
 
 class NoStoreCalls:
-    """A stand-in for the connection to other hosts' stores where none has one, or the pipe is lost."""
+    """A stand-in for the connection to other hosts' stores, if they have none, or while the pipe is lost."""
 
     @property
     def reports(self) -> NoStoreCalls:
@@ -66,7 +67,7 @@ NO_STORE_CALLS = NoStoreCalls()
 
 
 class CataloguedStore(Protocol):
-    """The operations on the stores behind a catalogue as a whole: their use, and emptying them."""
+    """The two requests to a catalogue's stores: how the core has used its own, and to empty all of them."""
 
     def use(self) -> StoreUse:
         """Return how the core has used its own store since the start."""
@@ -83,7 +84,9 @@ class Catalogue(CataloguedStore, Protocol):
     """A catalogue of the names (hashes) of blocks that are in the store; questions are answered later."""
 
     def meet(self, sites: StoreSites, calls: StoreCalls) -> bool:
-        """Use these stores from now on, over the ranks of a new epoch, while no copy is under way.
+        """Use these stores from now on; those of other hosts are reached through the ranks of the new epoch.
+
+        Call it only while no block is being copied.
 
         Args:
             sites: the stores, and the layers whose parts of blocks each has.
@@ -98,7 +101,7 @@ class Catalogue(CataloguedStore, Protocol):
         """Forget open questions to other hosts, since the ranks that would answer are lost."""
 
     def look_up(self, ticket: int, names: Sequence[bytes]) -> None:
-        """Ask how many of the first of these names are stored, without waiting; `answers` returns it.
+        """Ask how many of these names are stored, up to the first that is not; `answers` returns it later.
 
         Args:
             ticket: a number by which the answer is known.
@@ -131,7 +134,7 @@ class StoredNames:
     def __init__(self, catalogue: Catalogue, max_names: int) -> None:
         self._catalogue = catalogue
         self._max_names = max_names
-        self._stored: OrderedDict[bytes, None] = OrderedDict()  # that this core knows of; longest known first
+        self._stored: OrderedDict[bytes, None] = OrderedDict()  # the name learnt longest ago is first
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._stored

@@ -1,4 +1,4 @@
-"""The host tier (L2): the newest payloads of a store in this process's memory, up to a number of bytes.
+"""The host tier (L2) of one rank: the newest payloads of a store in its memory, up to a number of bytes.
 
     computed ──put──▶ memory ──write-through: at once; write-back: on leaving memory, or at the end──▶ store
     wanted   ◀─get─── memory ◀──what memory lacks───────────────────────────────────────────────────── store

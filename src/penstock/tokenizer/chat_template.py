@@ -1,4 +1,4 @@
-"""Renders a conversation by the model's own chat template, in a sandbox that limits its instructions.
+"""Renders a conversation by the model's own chat template, in a sandbox that runs a limited number of steps.
 
 The template is Jinja text that `template_files` has found. minijinja runs it (`jinja_environment`): the
 template reaches no Python object, and it fails once it has used up its fuel, a number of instructions.

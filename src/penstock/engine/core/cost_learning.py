@@ -1,4 +1,4 @@
-"""Learns the costs of plans, the seconds that stages take for them, from the reports of the stages.
+"""Teaches the cost model the times that stages report of their plans.
 
 `engine.core.calibration` and `engine.core.plan_feed` report which plans they submit, and hand over the
 reports of the stages. `scheduler.cost_model` has the model that is taught. Knows no executor.

@@ -1,8 +1,8 @@
 """The core and the stages of an epoch as processes, and what happens when one of them is lost.
 
-    epoch e ──a member has ended, or left it──▶ between epochs ──due──▶ epoch e + 1 ──a step has crossed it
-                                                     ▲                      │
-                                                     └──────lost again──────┘
+    epoch e ──a member has ended, or left it──▶ between epochs ──due──▶ epoch e + 1 ──a step──▶ whole again
+                                                     ▲                      │    crosses it
+                                                     └───lost before that───┘
 
 A member is the process of the core or of a rank. The loss of a member ends the epoch: all connections are
 closed, and all members get new ones. Only what was lost is started again; the other stages keep their
@@ -93,8 +93,8 @@ class PipelineProcesses:
         self._first_loads = FirstLoads()
         self.classes = NumericClasses()
         self._restarts: Counter[int] = Counter()
-        self._losses = Losses(leave_s=plan.ranks[0].wait_timeout_s / plan.num_stages)  # as a step may take
-        self._rank_indices = range(len(plan.ranks))  # the member index of a rank is its number
+        self._losses = Losses(leave_s=plan.ranks[0].wait_timeout_s / plan.num_stages)  # as for one stage
+        self._rank_indices = range(len(plan.ranks))  # the member index of a rank is its number in the replica
 
     @property
     def members(self) -> list[Member]:
@@ -103,7 +103,7 @@ class PipelineProcesses:
 
     @property
     def _plan(self) -> LaunchPlan:
-        """The plan of the present epoch, or of the next epoch once that is settled."""
+        """What runs where in the present epoch; once the next epoch is settled, in the next one."""
         return self._layout.plan
 
     @property
@@ -148,7 +148,7 @@ class PipelineProcesses:
             self._reporter.report(_has_loaded(self._plan.ranks[member.member_index], member, event))
 
     def _note_recovery(self, event: child_process.Ready) -> None:
-        """Report that a step has crossed the pipe again, with the numeric classes of the core."""
+        """Report that a step has crossed the pipe again, with notes on the numeric classes of the ranks."""
         seconds = self._losses.recovered(time.monotonic())
         notes = self.classes.settle(self._plan.ranks, event.numeric_classes)
         replica = self._plan.core.replica
@@ -171,7 +171,7 @@ class PipelineProcesses:
                 # There is no memory, or a host or a file has gone: a later try may work.
                 self._lose(PeerError(f"no new epoch can begin: {error}.").info(), {})
         core = self._members.get(CORE)
-        if core is not None and core.is_ready:  # one that waits for ranks would take it as the epoch's end
+        if core is not None and core.is_ready:  # one that waits for ranks would take this for the epoch's end
             self._layout.tell(core)
 
     def keep_standbys(self, now: float) -> None:
@@ -180,7 +180,7 @@ class PipelineProcesses:
         self._standbys.tend(now, ranks, self._ranks, self._replacement)
 
     def exchange_link(self, sender: RankAddress, receiver: RankAddress, first_step: int = 0) -> None:
-        """Replace the link between two ranks within the present epoch, from step `first_step` on or later."""
+        """Replace the link between two ranks in the present epoch, from `first_step` or a later step on."""
         assert self.is_whole, "lost ranks rejoin in another epoch"
         exchange = self._wiring.exchange_link(sender, receiver, first_step)
         for index, rank in enumerate(self._plan.ranks):
@@ -288,7 +288,7 @@ class PipelineProcesses:
         return settlement.is_settled
 
     def _have_ways(self) -> bool:
-        """Return whether the network paths between the hosts of the pipe are known, and were reviewed."""
+        """Return whether paths between hosts are known; check them first if no member is to start anew."""
         routes = self._hosts.routes
         names = {self._hosts.head.name, *(rank.host for rank in self._plan.ranks)}
         if self._losses.missing or any(self._has_moved(index) for index in self._members):
@@ -371,7 +371,7 @@ def begin_together(replicas: Sequence[PipelineProcesses]) -> bool:
 
 
 def _loading(plan: LaunchPlan, indices: Iterable[int]) -> list[int]:
-    """Return the indices of the members that load weights, with the core if it has a draft model."""
+    """Return the indices of members that load weights, and of the core if its drafting process does."""
     return [index for index in indices if index != CORE or plan.core.drafter is not None]
 
 
@@ -420,9 +420,10 @@ def _has_loaded(rank: RankConfig, member: Member, event: child_process.WeightsLo
 def _replacement(rank: RankConfig, ranks: Iterable[RankLoaded], first_load: FirstLoad) -> RankConfig:
     """Return the config of a rank that is started again.
 
-    It is the config of the first start, except that the number of KV blocks is settled, since other ranks
-    keep their KV caches. The new rank must find the weights of the first load on its disk. An output layer
-    that is sent down the pipe because it is tied to the embedding is sent in every epoch.
+    It is the rank's config in the present plan, but the number of KV blocks is settled, since other ranks
+    keep their KV caches; no other rank loads beside it; and no fault of a test is set off again. The weights
+    that it reads must be those of the first load. (An output layer that is tied to the embedding is sent down
+    the pipe in every epoch anyway.)
     """
     num_blocks = min(message.max_blocks for message in ranks)
     return msgspec.structs.replace(

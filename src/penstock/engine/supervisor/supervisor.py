@@ -1,5 +1,6 @@
-"""The parent of all processes of an engine. Torch-free; runs no model code, decides nothing about requests.
+"""Starts the processes of an engine, watches them, and replaces those that are lost.
 
+Torch-free: it runs no model code, and decides nothing about requests.
 `Supervisor.run` starts the API process (none for an `LLM`), the core and the stages of its own host as its
 children, reports their progress and waits. Agents start the stages of other hosts. SIGTERM, SIGINT and SIGHUP
 drain; a second signal ends at once.
