@@ -1,4 +1,4 @@
-"""Replaces the tokens in a recording by aliases, which show nothing but which texts begin alike.
+"""Replaces the tokens in a recording by aliases: they show which texts begin alike, and nothing else.
 
     tokens     t0      t1      t2            state i+1 = hash(key, state i, token i)
     states  s0 ──▶ s1 ──▶ s2 ──▶ s3          alias of token i = 31 bits of state i+1

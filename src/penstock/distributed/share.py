@@ -1,4 +1,4 @@
-"""The part of rows, columns, heads or ids that each rank of a stage (their *tensor group*) has.
+"""The part of rows, columns, heads or ids that each rank of a tensor group (all ranks of one stage) has.
 
 `layers` cuts weights by shares, and `weights` reads the rows and columns of a share from the checkpoint. This
 module computes with numbers alone.

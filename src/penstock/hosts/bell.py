@@ -1,4 +1,4 @@
-"""The bell that wakes a polling loop, and an object to poll in place of a connection that may be replaced.
+"""The bell that wakes a polling loop, and an object that such a loop can poll for changing connections.
 
 The latter (`LastingSource`) keeps its descriptor when the connection that it stands for is replaced.
 """

@@ -1,10 +1,11 @@
 """The local sockets of the supervisor, which have no name in the file system.
 
-A Unix socket needs a path only to be connected to. A `LocalSocket` is bound in a fresh 0700 directory and
-keeps two descriptors: the listening socket, and an `O_PATH` handle of the socket file. Path and directory are
-removed at once, before any child exists. Processes connect through `/proc/.../fd/...`, which leads to the
-same inode and is open to the same user only. Whatever is killed, there is nothing to clean up. Processes may
-connect in any order, because the socket listens from the start.
+A Unix socket needs a path only so that others can connect to it. A `LocalSocket` is bound in a fresh 0700
+directory and keeps two descriptors: the listening socket, and an `O_PATH` handle of the socket file. Path and
+directory are removed at once, before any other process is told of the socket. Processes connect through
+`/proc/.../fd/...`, which leads to the same inode and is open to the same user only. Whatever is killed from
+then on, there is nothing to clean up. Processes may connect in any order, because the socket listens from the
+start.
 
 The supervisor makes these sockets and hands the descriptors to its children.
 """
@@ -68,7 +69,7 @@ class LocalSocket:
 
     @property
     def connect_address(self) -> str:
-        """The address to which a process connects that has inherited `handle_fd`."""
+        """The address at which a process that has inherited `handle_fd` connects."""
         return connect_address(self._handle)
 
     def connect_address_from_outside(self) -> str:

@@ -1,4 +1,6 @@
-"""Reads `--devices`: `a100-80g:4`, `h100:8x2@100Gbit`, `rtx4090+cpu:16c:64g@40GB/s`.
+"""Reads the text of `--devices`: names of devices with numbers, sizes and speeds, such as `a100-80g:4`.
+
+Further examples are `h100:8x2@100Gbit` and `rtx4090+cpu:16c:64g@40GB/s`:
 
     --devices HOST,HOST,...        hosts; or one word: `here`, `joined`, or FILE.toml (`layouts.device_file`)
     HOST    = DEVICES+DEVICES...   the devices of one host

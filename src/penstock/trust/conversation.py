@@ -1,4 +1,4 @@
-"""The interface between an exchange of proofs on a connection and the socket that carries its bytes.
+"""The interface between an exchange of proofs of identity and the socket that carries its bytes.
 
 A conversation knows no socket and no clock, so that every order of bytes can be tested. Its driver, such as
 `trust.door`, sends the bytes that the conversation has to send. It hands over the bytes that arrive, never

@@ -1,4 +1,4 @@
-"""`penstock bench sweep`: measures each point of a grid, which is a layout at a concurrency.
+"""`penstock bench sweep`: measures each layout of a grid under each number of concurrent requests.
 
 Called by `cli.program`. A point is a layout with a concurrency. Each layout runs in an engine of its own
 (`penstock.AsyncLLM`), and each point as a closed loop of as many clients. `sweep` opens engines through an

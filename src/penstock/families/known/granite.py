@@ -1,4 +1,7 @@
-"""The spec of Granite: a Llama with constant factors. Called by `families.registry`."""
+"""The spec of Granite: a Llama with factors for its embeddings, scores, residual stream and logits.
+
+Called by `families.registry`.
+"""
 
 from __future__ import annotations
 
