@@ -31,7 +31,7 @@ from penstock.config.engine import EngineConfig, ParallelConfig
 from penstock.config.server import ServerConfig
 from penstock.engine.supervisor.launch import resolve_replicas
 from penstock.errors import PenstockError
-from penstock.families.quantization_spec import BlockQuantization
+from penstock.families.quantization_spec import BlockQuantization, QuantizationSpec
 from penstock.families.registry import load_spec, resolve_model_directory
 from penstock.families.spec import ITEM_SIZES, ModelSpec
 from penstock.hosts.resources import HostResources
@@ -41,7 +41,7 @@ from penstock.process.config import RankConfig
 from penstock.process.listening import listen
 from penstock.tokenizer.sources.model_files import tokenizer_content, vocabulary_file
 from penstock.told_text import printable
-from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.checkpoint import Checkpoint, TensorEntry
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
@@ -50,6 +50,7 @@ NEEDED_PACKAGES = ("numpy", "tokenizers", "msgspec", "pyzmq", "starlette", "uvic
 NEEDED_DESCRIPTORS = 1024
 LOW_MEMORY_BYTES = 1 << 30
 FLOAT_BYTES = 4
+_PACKED = ("qweight", "weight_packed")  # tensors of words, of gptq and awq, and of compressed-tensors
 WITHOUT_KERNELS = "plain torch is used, which is slower"
 
 _COLOURS: dict[Level, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -313,21 +314,32 @@ def check_weights(model: Path, spec: ModelSpec) -> Finding:
 
         file = GgufFile.open(model)
         tensors = file.tensors.values()
-        shapes, sizes = [each.shape for each in tensors], [each.num_bytes for each in tensors]
+        counts, sizes = [math.prod(each.shape) for each in tensors], [each.num_bytes for each in tensors]
         num_files = len(file.parts)
     else:
         checkpoint = Checkpoint(model)
         entries = [checkpoint.entry(name) for name in checkpoint.names]
-        shapes, sizes = [entry.shape for entry in entries], [entry.end - entry.begin for entry in entries]
+        counts = [_num_weights(entry, spec) for entry in entries]
+        sizes = [entry.end - entry.begin for entry in entries]
         num_files = len({entry.path for entry in entries})
-    text = f"{len(shapes)} tensors, {sum(sizes) / 1e6:.1f} MB in {num_files} file{'s' * (num_files > 1)}"
+    text = f"{len(counts)} tensors, {sum(sizes) / 1e6:.1f} MB in {num_files} file{'s' * (num_files > 1)}"
     if spec.quantization is not None:
         text = f"{text}, {spec.quantization.describe()}"
     if spec.is_dequantized:
         text = f"{text}, dequantised at load"
-    if sum(map(math.prod, shapes)) >= spec.stage_parameters(0, spec.num_layers):
+    if sum(counts) >= spec.stage_parameters(0, spec.num_layers):
         return Finding("ok", "weights", text)
     return Finding("fail", "weights", f"{text}: fewer than config.json requires", "Download the model again.")
+
+
+def _num_weights(entry: TensorEntry, spec: ModelSpec) -> int:
+    """Return how many numbers a tensor holds; a word of a quantised projection holds several."""
+    projection, _, part = entry.name.rpartition(".")
+    if part in _PACKED and isinstance(spec.quantization, QuantizationSpec):
+        scheme = spec.quantization.scheme(projection)
+        if scheme is not None:
+            return 8 * (entry.end - entry.begin) // scheme.bits
+    return math.prod(entry.shape)
 
 
 def check_stages(config: EngineConfig) -> list[Finding]:

@@ -10,11 +10,12 @@ from ctypes import CDLL
 from io import StringIO
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import pytest
 
-from checkpoints import make_checkpoint
+from checkpoints import make_checkpoint, make_quantized_checkpoint
 from gguf_models import as_gguf
 from model_stores import in_ollama
 from penstock.cli import doctor as cli_doctor
@@ -281,6 +282,16 @@ def test_a_truncated_file_and_missing_tensors_fail(tmp_path: Path) -> None:
     write_safetensors(model / "model.safetensors", {"model.norm.weight": (8,)})
     found = levels(model)
     assert found["weights"] == "fail"
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq", "packed", "int8"])
+def test_words_of_a_quantised_checkpoint_count_as_all_their_weights(tmp_path: Path, layout: Any) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "layers": 3}
+    make_quantized_checkpoint(tmp_path, layout, bits=8 if layout == "int8" else 4, **sizes)
+    assert levels(tmp_path)["weights"] == "ok"
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 6}))
+    assert levels(tmp_path)["weights"] == "fail"
 
 
 def test_a_directory_that_does_not_exist_fails() -> None:
