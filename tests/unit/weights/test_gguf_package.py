@@ -31,6 +31,7 @@ from penstock.process.config import RankConfig
 from penstock.weights import gguf_loader
 from penstock.weights.gguf_package import decode_floats
 from rank_configs import make_rank_configs
+from weight_heads import assert_loads_alike
 
 TYPE = "IQ3_S"
 BLOCK_BYTES = 110
@@ -131,6 +132,11 @@ def test_decoded_blocks_give_the_tokens_of_their_numbers_in_any_layout(
     assert len({tuple(output) for output in expected}) == 2
     for num_stages, tp in ((1, ()), (2, ()), (1, (2,))):
         assert outputs(ranks(made.path, num_stages, tp)) == expected, (num_stages, tp)
+
+
+def test_g1_another_host_gets_blocks_that_only_the_package_decodes(package: Package, tmp_path: Path) -> None:
+    """It reads the header as the head does: with the setting, it takes types without kernels."""
+    assert_loads_alike(tmp_path, made_of(tmp_path, TYPE).path, {"gguf_dequantize": True})
 
 
 def test_blocks_that_are_computed_with_become_floats_as_well(tmp_path: Path) -> None:

@@ -111,7 +111,8 @@ class ModelFinder:
             copy = self._copy(identity, notes, cancellation)
             of_config = config_groups(description.tensors)
             configured = self._all_of(client, identity, of_config, copy, cancellation)
-            spec = load_spec(self._cache.view(small, configured), rank.model_impl)
+            view = self._cache.view(small, configured)
+            spec = load_spec(view, rank.model_impl, dequantize=rank.gguf_dequantize)
             groups = tensor_groups(description.tensors, spec, rank)
             found = self._found(client, identity, groups, copy, notes, cancellation)
         missing = [group for group in groups if group.names[0] not in found]
