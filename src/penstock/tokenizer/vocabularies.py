@@ -2,6 +2,7 @@
 
 That is required of a model that drafts for another one (`engine.supervisor.draft_placement`). The tables of a
 model often have more rows than its vocabulary has tokens; such ids stand for nothing and are not compared.
+GGUF files have names for them, such as `[PAD151936]` for the id 151936.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def _content(model: Path) -> bytes | None:
 
 
 def _pieces(content: bytes) -> dict[int, str]:
-    """Return the piece of text of each id; empty for a vocabulary that cannot be read."""
+    """Return the piece of text of each id that has one; empty for a vocabulary that cannot be read."""
     try:
         tokenizer: dict[str, Any] = json.loads(content)
         vocabulary = tokenizer["model"]["vocab"]
@@ -51,7 +52,7 @@ def _pieces(content: bytes) -> dict[int, str]:
         pieces |= {added["id"]: added["content"] for added in tokenizer.get("added_tokens", ())}
     except (ValueError, KeyError, TypeError, IndexError):
         return {}
-    return pieces
+    return {token_id: piece for token_id, piece in pieces.items() if piece != f"[PAD{token_id}]"}
 
 
 def _quoted(piece: str | None) -> str:

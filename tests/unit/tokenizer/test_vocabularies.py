@@ -72,3 +72,22 @@ def test_another_form_of_the_file_is_no_difference(write: Any, tmp_path: Path) -
     assert "token 1 is 'b' in one" in vocabulary_difference(file, write("two", {"a": 0, "ab": 2}))
     write_gguf(file, metadata | {"tokenizer.ggml.tokens": ["a", "a"]}, {})
     assert "token 0 is none in one" in vocabulary_difference(file, tmp_path / "one"), "as of another bad file"
+
+
+def test_names_that_a_gguf_file_has_for_rows_without_a_token_are_not_compared(
+    write: Any, tmp_path: Path
+) -> None:
+    """Models of one family have tables of different lengths; converters name what is behind the tokens."""
+    files = []
+    for index, count in enumerate((5, 8)):
+        padding = [f"[PAD{token_id}]" for token_id in range(len(PIECES), count)]
+        metadata = {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": "gpt-2",
+            "tokenizer.ggml.tokens": [*PIECES, *padding],
+            "tokenizer.ggml.merges": ["a b"],
+        }
+        files.append(write_gguf(tmp_path / f"{index}.gguf", metadata, {}))
+    assert vocabulary_difference(*files) == vocabulary_difference(files[0], write("one", PIECES)) == ""
+    other = write("other", PIECES | {"[PAD9]": 3})
+    assert vocabulary_difference(files[0], other) == "token 3 is none in one and '[PAD9]' in the other"
