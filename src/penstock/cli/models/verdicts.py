@@ -45,6 +45,10 @@ def verdict_of(entry: Entry, free_bytes: int) -> Verdict:
         architecture = _architecture(entry)
     except PenstockError as error:
         return Verdict(architecture=_declared(entry), runs="no", reason=error.message)
+    if entry.kind == "other":
+        return Verdict(
+            architecture=architecture, runs="no", reason="it has no weights in safetensors or GGUF"
+        )
     if entry.size > free_bytes:
         text = f"{entry.size / 1e9:.1f} GB of files, and {free_bytes / 1e9:.1f} GB of memory are free here"
         return Verdict(architecture=architecture, runs="too large", reason=text)

@@ -123,6 +123,13 @@ def test_ls_tells_a_gguf_file_by_its_header(cache: Path) -> None:
     assert sound["architecture"] == "qwen3"
 
 
+def test_a_model_with_pickled_weights_alone_does_not_run(cache: Path) -> None:
+    (known_model(cache, "org/pickled") / "model.safetensors").rename(cache / "pytorch_model.bin")
+    (pickled,) = json.loads(penstock("ls", "--json")[1])
+    assert (pickled["kind"], pickled["architecture"], pickled["runs"]) == ("other", "LlamaForCausalLM", "no")
+    assert pickled["reason"] == "it has no weights in safetensors or GGUF"
+
+
 def test_a_model_that_memory_does_not_hold_is_said_to_be_too_large(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
