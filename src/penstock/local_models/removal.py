@@ -130,14 +130,26 @@ def _not_in_cache(name: ModelName) -> ModelConfigError:
 def _users(removal: Removal, processes: Path) -> Iterator[str]:
     """Yield the programs that use the files. Linux shows open files of this user's programs alone."""
     blobs = {str(blob.resolve()) for blob in removal.blobs}
-    names, folder = {str(removal.name), removal.name.path}, str(removal.repository.directory)
     for process in sorted(processes.glob("[0-9]*")):
         words = _command_line(process)
         is_server = "serve" in words and any("penstock" in word for word in words)
-        if is_server and any(word in names or word.startswith(folder) for word in words):
+        if is_server and any(_means(word, removal) for word in words):
             yield f"penstock serve (process {process.name})"
         elif blobs & set(_open_files(process)):
             yield f"process {process.name} has it open"
+
+
+def _means(word: str, removal: Removal) -> bool:
+    """Return whether a word of a command line means what is removed, or a part of it, by name or by path."""
+    value = word.partition("=")[2] if word.startswith("--") else word
+    if f"{value}/".startswith(f"{removal.repository.directory}/"):
+        return True
+    named = ModelName.parse(value)
+    if named is None or named.path != removal.name.path:
+        return False
+    if not (named.file and removal.links):  # one of the two means the whole repository
+        return True
+    return any(model.is_meant_by(named.file) for model in gguf_models(path.name for path in removal.links))
 
 
 def _command_line(process: Path) -> list[str]:

@@ -251,6 +251,34 @@ def test_a_model_that_is_in_use_is_not_removed(cache: Path, tmp_path: Path) -> N
     assert plan_removal(ModelName.of_hub("org/some:Q4_0"), processes).freed_bytes == 4000
 
 
+USED_BY = [
+    ("org/some", ["org/some:Q8_0"]),
+    ("org/some", ["demo", "--speculative-model=org/some:Q8_0"]),
+    ("org/some:Q8_0", ["org/some:some-Q8_0.gguf"]),
+    ("org/some:Q8_0", ["demo", "--speculative-model", "org/some:q8_0"]),
+    ("org/some:Q8_0", ["org/some"]),
+]
+
+
+@pytest.mark.parametrize(("removed", "served"), USED_BY, ids=str)
+def test_a_server_of_one_gguf_file_keeps_that_file(
+    cache: Path, tmp_path: Path, removed: str, served: list[str]
+) -> None:
+    """Its ranks have read the file and closed it; a rank that is started again reads it again."""
+    in_hub_cache(cache, "org/some", QUANTISED)
+    process(tmp_path / "proc", 7, ["/usr/bin/penstock", "serve", *served], [])
+    with pytest.raises(ModelError, match=rf"{removed} is in use: penstock serve \(process 7\)"):
+        plan_removal(ModelName.of_hub(removed), tmp_path / "proc")
+
+
+def test_a_server_of_another_file_or_repository_keeps_nothing(cache: Path, tmp_path: Path) -> None:
+    in_hub_cache(cache, "org/some", QUANTISED)
+    longer = cache / "models--org--some-2" / "snapshots" / COMMIT
+    process(tmp_path / "proc", 7, ["/usr/bin/penstock", "serve", "org/some:Q4_0"], [])
+    process(tmp_path / "proc", 8, ["/usr/bin/penstock", "serve", str(longer)], [])
+    assert plan_removal(ModelName.of_hub("org/some:Q8_0"), tmp_path / "proc").freed_bytes == 8000
+
+
 def test_a_file_that_this_very_process_has_open_is_in_use(cache: Path) -> None:
     snapshot = in_hub_cache(cache, "org/some", QUANTISED)
     with (snapshot / "some-Q4_0.gguf").open("rb") as file:
