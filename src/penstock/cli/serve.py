@@ -48,7 +48,9 @@ def serve(
     if model and given.get("download"):
         from penstock.cli.models.pull import download_if_absent
 
-        download_if_absent(model, invocation)
+        draft = configured_engine(given, model).speculation.speculative_model
+        for name in filter(None, (model, draft)):
+            download_if_absent(name, invocation)
     return start(model, given, invocation, run_supervisor)
 
 

@@ -233,6 +233,15 @@ def test_serve_downloads_a_model_that_is_not_here_when_asked_to(hub: FakeHub, se
 
 
 @pytest.mark.parametrize(
+    "words", [["--speculative-model", NAME], ["--speculative-config", json.dumps({"model": NAME})]]
+)
+def test_serve_downloads_a_draft_model_too(hub: FakeHub, served: list[str], words: list[str]) -> None:
+    code, _, err = penstock("serve", "demo", *words, "--download", HF_ENDPOINT=hub.url)
+    assert (code, served) == (0, ["demo"])
+    assert "model.safetensors is complete" in err
+
+
+@pytest.mark.parametrize(
     "words", [["serve", NAME], ["serve", "demo", "--download"], ["serve", ".", "--download"]]
 )
 def test_serve_asks_the_hub_for_nothing_else(hub: FakeHub, served: list[str], words: list[str]) -> None:
