@@ -16,7 +16,7 @@ import msgspec
 from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from penstock.config.speculation import SpeculationConfig
 from penstock.errors import PenstockError, UsageError, error_from_info
-from penstock.families.registry import load_spec
+from penstock.families.registry import load_spec, resolve_model_directory
 from penstock.families.spec import ModelSpec
 from penstock.hosts.resources import HostResources
 from penstock.process.config import DrafterConfig, RankConfig
@@ -58,14 +58,15 @@ def drafter_config(
     own = msgspec.structs.replace(head, free_bytes=head.free_bytes // num_drafters)
     num_cpus = _num_idle_cpus(ranks, head) // num_drafters
     try:
-        rank = decide(_engine_config(config, model, ranks[0], num_cpus), own)
-        draft_spec = load_spec(Path(rank.model_path), dequantize=rank.gguf_dequantize)
+        draft_directory = resolve_model_directory(model)
+        draft_spec = load_spec(draft_directory, dequantize=config.model.gguf_dequantize)
+        rank = decide(_engine_config(config, model, draft_spec, ranks[0], num_cpus), own)
     except PenstockError as error:
         message = f"the draft model {model}: {error.message}"
         remedy = re.sub(r"--(device|quantization)\b", r"--speculative-\1", error.remedy)
         info = msgspec.structs.replace(error.info(), message=message, remedy=remedy, param=_PARAM)
         raise error_from_info(info) from None
-    _require_same_vocabulary(spec, directory, draft_spec, Path(rank.model_path), model)
+    _require_same_vocabulary(spec, directory, draft_spec, draft_directory, model)
     with_guesses = ranks[0].max_model_len + config.speculation.num_speculative_tokens + 1
     longest = min(rank.max_model_len, with_guesses)
     rank = msgspec.structs.replace(rank, max_model_len=longest, cpus=(), host=head.name)
@@ -110,12 +111,15 @@ def _counted(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
 
 
-def _engine_config(config: EngineConfig, model: str, first: RankConfig, num_idle_cpus: int) -> EngineConfig:
+def _engine_config(
+    config: EngineConfig, model: str, draft_spec: ModelSpec, first: RankConfig, num_idle_cpus: int
+) -> EngineConfig:
     """Return the config of an engine of one stage that serves the draft model."""
     speculation = config.speculation
     device = speculation.speculative_device
     if device == "auto":  # quantised weights run only on the CPU
-        device = first.device if speculation.speculative_quantization == "none" else "cpu"
+        is_quantized = speculation.speculative_quantization != "none" or draft_spec.quantization is not None
+        device = "cpu" if is_quantized else first.device
     scheduler = SchedulerConfig(
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=max(CHUNK_TOKENS, config.scheduler.max_num_seqs),

@@ -129,6 +129,19 @@ def test_quantised_weights_run_on_the_cpu_and_a_gpu_is_refused_by_the_flag_of_th
     assert "--speculative-quantization" in raised.value.remedy
 
 
+def test_a_draft_model_whose_files_are_quantised_runs_on_the_cpu_by_itself(
+    model: str, tmp_path: Path
+) -> None:
+    form = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+    draft = write_model(tmp_path / "quantised", quantization_config=form)
+    host = msgspec.structs.replace(HOST, num_gpus=1)
+    given: dict[str, Any] = {"parallel": {"device": "cuda:0"}}
+    assert drafter_of(config_of(model, draft, **given), host).rank.device == "cpu"
+    with pytest.raises(UsageError, match="a quantised checkpoint") as raised:
+        drafter_of(config_of(model, draft, **given, speculative_device="cuda:0"), host)
+    assert "--speculative-device cpu" in raised.value.remedy
+
+
 def test_replicas_share_cores_and_memory(model: str, draft: str) -> None:
     def threads(num_replicas: int) -> int:
         parallel = {"data_parallel_size": num_replicas, "threads_per_rank": 1}
