@@ -110,13 +110,19 @@ def load_spec(directory: Path, model_impl: ModelImpl = "auto", *, dequantize: bo
         dequantize: weights of a GGUF file are to be held as numbers of the dtype.
 
     Raises:
-        UnsupportedModelError: the model is of a kind or format that is not served; or `config.json` names an
-            architecture that is not in `SUPPORTED_ARCHITECTURES`, and transformers may not run it, is not
-            installed, or cannot run it.
+        UnsupportedModelError: the model is of a kind or format that is not served; it is a GGUF file, and
+            transformers' layers are to run it; or `config.json` names an architecture that is not in
+            `SUPPORTED_ARCHITECTURES`, and transformers may not run it, is not installed, or cannot run it.
         ModelConfigError: a file is unreadable, or a field is missing, of the wrong type or out of range.
         CheckpointError: a GGUF file is damaged, or lacks a tensor or a number of the metadata.
     """
     if not directory.is_dir():
+        if model_impl == "transformers":
+            raise UnsupportedModelError(
+                f"{directory.name} is a GGUF file, which the layers of transformers do not run here.",
+                remedy="Leave --model-impl out, or give the Hugging Face checkpoint of the model.",
+                param="model_impl",
+            )
         from penstock.gguf.file import GgufFile  # here: numpy is slow to import
 
         return load_gguf_spec(GgufFile.open(directory), dequantize=dequantize)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gguf_files import write_gguf
 from penstock.errors import CheckpointError, ModelConfigError, UnsupportedModelError
 from penstock.families.refused_kinds import is_gguf
 from penstock.families.registry import load_spec, resolve_model_directory
@@ -113,6 +114,11 @@ def test_a_gguf_file_is_known_by_its_name_or_its_first_bytes(tmp_path: Path) -> 
         assert resolve_model_directory(str(tmp_path / name)) == (tmp_path / name).resolve()
         with pytest.raises(CheckpointError, match=name):
             load_spec(tmp_path / name)
+
+
+def test_layers_of_transformers_do_not_run_a_gguf_file(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"m.gguf is a GGUF file.*Leave --model-impl out"):
+        load_spec(write_gguf(tmp_path / "m.gguf", {"general.architecture": "llama"}, {}), "transformers")
 
 
 def test_a_directory_with_an_adapter_is_called_so(tmp_path: Path) -> None:
