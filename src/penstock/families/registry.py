@@ -244,7 +244,8 @@ def resolve_model_directory(name: str) -> Path:
         return gguf_in_directory(Path(path).resolve())
     if os.path.exists(path):
         if is_gguf(Path(path)):
-            return Path(path).resolve()
+            # A link keeps its name, as in the hub's cache: by the names the parts of a split file are found.
+            return Path(path).parent.resolve() / Path(path).name
         raise file_refusal(Path(path), kind_of(name))
     return locate_model(name).path
 

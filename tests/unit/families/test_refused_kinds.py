@@ -12,6 +12,7 @@ from gguf_files import write_gguf
 from penstock.errors import CheckpointError, ModelConfigError, UnsupportedModelError
 from penstock.families.refused_kinds import is_gguf
 from penstock.families.registry import load_spec, resolve_model_directory
+from penstock.gguf.part_names import part_name, part_paths
 
 TEXT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
 LLAMA = TEXT | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "intermediate_size": 96}
@@ -119,6 +120,17 @@ def test_a_gguf_file_is_known_by_its_name_or_its_first_bytes(tmp_path: Path) -> 
 def test_layers_of_transformers_do_not_run_a_gguf_file(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"m.gguf is a GGUF file.*Leave --model-impl out"):
         load_spec(write_gguf(tmp_path / "m.gguf", {"general.architecture": "llama"}, {}), "transformers")
+
+
+def test_a_path_of_the_hubs_cache_keeps_the_name_by_which_parts_are_found(tmp_path: Path) -> None:
+    """There a file is a link to another one, whose name is a hash."""
+    (tmp_path / "snapshot").mkdir()
+    names = [part_name("m", number, 2) for number in (1, 2)]
+    for number, name in enumerate(names):
+        (tmp_path / f"blob{number}").write_bytes(b"GGUF")
+        (tmp_path / "snapshot" / name).symlink_to(tmp_path / f"blob{number}")
+    path = resolve_model_directory(str(tmp_path / "snapshot" / names[0]))
+    assert part_paths(path) == [tmp_path.resolve() / "snapshot" / name for name in names]
 
 
 def test_a_directory_with_an_adapter_is_called_so(tmp_path: Path) -> None:
