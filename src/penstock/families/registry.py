@@ -44,7 +44,7 @@ from penstock.families.refused_kinds import (
 from penstock.families.spec import ModelSpec
 from penstock.families.transformers_fields import EXTRA, has_transformers, knows, transformers_spec
 from penstock.families.wrappers import WRAPPERS, wrapper_spec
-from penstock.gguf.part_names import part_paths
+from penstock.local_models.gguf_names import gguf_models
 from penstock.local_models.locating import locate_model
 from penstock.request import VectorShape
 
@@ -229,8 +229,8 @@ def _generation_defaults(fields: ConfigFields, vocab_size: int) -> dict[str, flo
 def resolve_model_directory(name: str) -> Path:
     """Return a model's directory: `demo`, a path, or the name of a model on this machine.
 
-    For a GGUF model the path of its file is returned, also if `name` is a directory that has no other model
-    and no `config.json`. A path that exists wins over a name; `local_models.locating` finds names.
+    For a GGUF model the path of its file is returned, also if `name` is a directory that has no other model.
+    A path that exists wins over a name; `local_models.locating` finds names.
 
     Raises:
         ModelConfigError: there is no such model, and the error says where it was looked for and how to
@@ -251,22 +251,25 @@ def resolve_model_directory(name: str) -> Path:
 
 
 def gguf_in_directory(directory: Path) -> Path:
-    """Return the only GGUF model of a directory without `config.json`, or else the directory.
+    """Return the only GGUF model of a directory that has no safetensors, or else the directory.
+
+    A repository of GGUF files may have a `config.json` too, and projectors for pictures; they do not count.
 
     Raises:
         ModelConfigError: the directory holds several GGUF models.
     """
-    if (directory / "config.json").exists():
+    names = [path.name for path in directory.glob("*")]
+    models = gguf_models(names)
+    is_checkpoint = "config.json" in names and any(name.endswith(".safetensors") for name in names)
+    if not models or is_checkpoint:
         return directory
-    firsts = {part_paths(path)[0] for path in directory.glob("*.gguf")}
-    if len(firsts) > 1:
-        names = ", ".join(sorted(path.name for path in firsts))
+    if len(models) > 1:
         raise ModelConfigError(
-            f"{directory} holds several GGUF models: {names}.",
+            f"{directory} holds several GGUF models: {', '.join(model.first for model in models)}.",
             remedy="Give the path of one of these files.",
             param="model",
         )
-    return firsts.pop() if firsts else directory
+    return directory / models[0].first
 
 
 def served_names(model: str, given: Sequence[str]) -> list[str]:

@@ -144,3 +144,18 @@ def test_a_directory_with_several_gguf_models_needs_a_choice(tmp_path: Path) -> 
         (tmp_path / name).touch()
     with pytest.raises(ModelConfigError, match=r"several GGUF models: a-Q4_0.gguf, b-00001-of-00002.gguf\."):
         resolve_model_directory(str(tmp_path))
+
+
+@pytest.mark.parametrize("beside", ["config.json", "mmproj-model-f16.gguf", "imatrix.gguf"])
+def test_files_that_repositories_have_beside_a_gguf_model_are_no_other_model(
+    tmp_path: Path, beside: str
+) -> None:
+    for name in ("a-Q4_0.gguf", beside):
+        (tmp_path / name).touch()
+    assert resolve_model_directory(str(tmp_path)) == tmp_path.resolve() / "a-Q4_0.gguf"
+
+
+def test_a_checkpoint_goes_before_a_gguf_file_in_its_directory(tmp_path: Path) -> None:
+    for name in ("a-Q4_0.gguf", "config.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    assert resolve_model_directory(str(tmp_path)) == tmp_path.resolve()
