@@ -283,6 +283,7 @@ def served_names(model: str, given: Sequence[str]) -> list[str]:
     if given:
         return list(dict.fromkeys(given))
     path = Path(os.path.expanduser(model))
-    if is_gguf(path):
+    is_name_of_file = ":" in model and not os.path.exists(path)  # such as org/name:FILE.gguf
+    if is_gguf(path) and not is_name_of_file:
         return [path.name.removesuffix(path.suffix)]
     return [path.resolve().name if os.path.isdir(path) else model]

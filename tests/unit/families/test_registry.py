@@ -507,7 +507,7 @@ def test_a_directory_is_served_under_its_last_part(
     assert served_names(f"~/Qwen2.5-0.5B{trail}", []) == ["Qwen2.5-0.5B"]
 
 
-@pytest.mark.parametrize("name", ["demo", "Qwen/Qwen2.5-0.5B"])
+@pytest.mark.parametrize("name", ["demo", "Qwen/Qwen2.5-0.5B", "org/name:model-q8_0.gguf"])
 def test_a_name_is_served_as_it_is(name: str) -> None:
     assert served_names(name, []) == [name]
 
