@@ -27,6 +27,7 @@ DESCRIBING = frozenset(
         "merges.txt",
         "tokenizer.model",
         "tiktoken.model",
+        "tekken.json",
         "chat_template.jinja",
         "chat_template.json",
         "quantize_config.json",

@@ -33,6 +33,7 @@ from penstock.hub.transfer import MAX_FRUITLESS, PAUSE_S
 from penstock.local_models.hub_cache import CachedRepository
 from penstock.local_models.locating import locate_model
 from penstock.local_models.model_name import ModelName
+from penstock.tokenizer.sources.model_files import vocabulary_file
 
 NAME = "org/some-model"
 WEIGHTS = bytes(range(256)) * 1000
@@ -122,6 +123,15 @@ def test_safetensors_and_what_describes_them_are_taken_and_nothing_else(
     assert pulled.size == pulled.downloaded == sum(map(len, files.values()))
     assert pulled.to_serve == NAME
     assert locate_model(NAME).path == pulled.path
+
+
+@pytest.mark.parametrize("file", ["tokenizer.model", "tiktoken.model", "qwen.tiktoken", "tekken.json"])
+def test_every_kind_of_vocabulary_is_taken(hub: FakeHub, file: str) -> None:
+    files = {"config.json": b"{}", "model.safetensors": b"weights", file: b"words"}
+    hub.add(NAME, files)
+    pulled = pull(hub)
+    assert files_in(pulled.path) == files
+    assert vocabulary_file(pulled.path) == pulled.path / file
 
 
 def test_the_second_pull_asks_for_nothing_but_the_list(hub: FakeHub) -> None:
