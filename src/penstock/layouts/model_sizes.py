@@ -245,7 +245,7 @@ def _path_of(model: str) -> Path:
                 remedy=f"Give the {CONFIG_FILE} of a model, or its directory.",
                 param="model",
             )
-        return path.resolve().parent
+        return path.parent.resolve()  # the file itself may be a link to one with another name, in a cache
     return resolve_model_directory(model)
 
 

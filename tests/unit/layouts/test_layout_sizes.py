@@ -167,6 +167,13 @@ def test_i7_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
         read_sizes(ModelConfig(model=str(tmp_path / "absent")))
 
 
+def test_a_config_that_is_a_link_in_a_cache_stands_for_the_directory_of_the_link(tmp_path: Path) -> None:
+    path = write_shape(tmp_path, "llama-8b").rename(tmp_path / "0f1e2d")
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "config.json").symlink_to(path)
+    assert read_sizes(ModelConfig(model=str(tmp_path / "snapshot" / "config.json"))).spec.num_layers == 32
+
+
 @pytest.mark.parametrize("name", ["~nobody-of-this-name/model", 300 * "x" + ".json"])
 def test_a_name_that_no_file_can_have_is_no_model(name: str) -> None:
     with pytest.raises(ModelError):
