@@ -25,8 +25,9 @@ from penstock.cli.bench.stage_watch import NoWatch, StageWatch, Watch
 from penstock.cli.flags import flag, with_settings
 from penstock.cli.terminal import Invocation
 from penstock.config.declared import ENGINE, configured, configured_engine, declared
-from penstock.config.engine import EngineConfig, ParallelConfig
+from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from penstock.config.refused_settings import refuse_replicas
+from penstock.config.speculation import SpeculationConfig, with_speculative_config
 from penstock.errors import PenstockError, UsageError
 from penstock.layouts.layout_name import layout_name
 from penstock.reports.figures import PredictedFigures, RunFigures, latencies_of
@@ -300,11 +301,28 @@ def llm_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     if configured(ParallelConfig, given).data_parallel_size > 1:
         refuse_replicas()
-    return {
+    arguments = {
         each.name: given.get(each.name, each.default)
         for each in declared(*ENGINE)
         if each.setting.is_argument
     }
+    return arguments | _draft_model(given)
+
+
+def _draft_model(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `LLM` for a draft model, which has flags of its own; empty without one."""
+    speculation = configured(SpeculationConfig, given)
+    if speculation.speculative_model is None:
+        return {}
+    asked = with_speculative_config(speculation, given.get("speculative_config"))
+    draft = {
+        "method": asked.method,
+        "model": asked.speculative_model,
+        "quantization": asked.speculative_quantization,
+        "device": asked.speculative_device,
+        "num_speculative_tokens": asked.num_speculative_tokens,
+    }
+    return {"speculative_method": "auto", "speculative_config": draft}
 
 
 def vocab_size_of(model: str, given: Mapping[str, Any]) -> int:
@@ -312,7 +330,8 @@ def vocab_size_of(model: str, given: Mapping[str, Any]) -> int:
     from penstock.families.registry import load_spec, resolve_model_directory
 
     directory = resolve_model_directory(model)
-    return load_spec(directory, dequantize=given.get("gguf_dequantize", False)).vocab_size
+    config = configured(ModelConfig, given, model=model)
+    return load_spec(directory, config.model_impl, dequantize=config.gguf_dequantize).vocab_size
 
 
 def _random(count: int, input_len: int, output_len: int, vocab_size: int, seed: int) -> list[BenchRequest]:

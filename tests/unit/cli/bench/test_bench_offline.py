@@ -20,14 +20,18 @@ from penstock.cli.bench.offline import (
     latency_numbers,
     llm_arguments,
     measure_throughput,
+    vocab_size_of,
 )
 from penstock.cli.program import run
 from penstock.cli.terminal import Invocation
 from penstock.config.hosts import HostsConfig
-from penstock.errors import PenstockError, UsageError
+from penstock.config.speculation import SpeculationConfig
+from penstock.errors import ModelConfigError, PenstockError, UsageError
+from penstock.llm.arguments import engine_config
 from penstock.llm.llm import LLM
 from penstock.reports.stage_use import StageCounts
 from penstock.workloads.requests import BenchRequest
+from small_shapes import write_small_llama
 
 
 class TickingEngine:
@@ -159,6 +163,24 @@ def test_engine_settings_become_arguments_of_the_offline_engine() -> None:
     assert arguments["inter_token_target_ms"] == 100.0  # that of a server
     own = {"model", "distributed_executor_backend", "unknown", *HostsConfig.__struct_fields__}
     assert set(arguments) == set(signature(LLM).parameters) - own
+
+
+@pytest.mark.parametrize("method", [{}, {"speculative_method": "draft_model"}])
+def test_a_draft_model_that_flags_describe_drafts_in_the_offline_engine(method: dict[str, str]) -> None:
+    """`LLM` has one argument for it, and the command line has a flag for each part."""
+    flags = {"speculative_model": "small", "speculative_quantization": "int4", "speculative_device": "cpu"}
+    arguments = llm_arguments({**flags, **method, "num_speculative_tokens": 5})
+    config = engine_config({**arguments, "model": "large"}, "mp")
+    wanted = flags | {"speculative_method": "draft_model"}
+    assert config.speculation == SpeculationConfig(**wanted, num_speculative_tokens=5)  # type: ignore[arg-type]
+
+
+def test_prompts_are_made_for_the_layers_that_are_asked_for(tmp_path: Path) -> None:
+    """Ours do not compute this activation."""
+    model = write_small_llama(tmp_path, hidden_act="relu")
+    with pytest.raises(ModelConfigError, match="hidden_act"):
+        vocab_size_of(model, {})
+    assert vocab_size_of(model, {"model_impl": "transformers"}) == 512
 
 
 def test_i3_a_backend_that_is_not_built_is_refused_offline_too() -> None:
