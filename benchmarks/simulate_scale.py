@@ -125,7 +125,7 @@ def pipe_of(num_stages: int, scheduler: SchedulerConfig) -> SimulatedPipe:
         scheduler=scheduler,
         cache=CacheConfig(),
     )
-    layout = fixed_layout(devices, pp=num_stages, tp=1, dp=1, expert_parallel=False)
+    layout = fixed_layout(devices, sizes.spec, pp=num_stages, tp=1, dp=1, expert_parallel=False)
     return planned_pipe(layout, sizes, devices, load)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from penstock.errors import NotEnoughMemoryError, UsageError
+from penstock.families.sharding import require_shardable
+from penstock.families.spec import ModelSpec
 from penstock.layouts.devices import DeviceSet, Link
 from penstock.layouts.estimate import Estimate, device_times, estimate, largest_ranks, stage_links
 from penstock.layouts.layout import Layout, StageSite
@@ -19,12 +21,15 @@ from penstock.simulator.pipe import SimulatedPipe, Wire
 _TOKEN_BYTES = 64  # of the message that brings samples back from the last stage
 
 
-def fixed_layout(devices: DeviceSet, *, pp: int, tp: int, dp: int, expert_parallel: bool) -> Layout:
+def fixed_layout(
+    devices: DeviceSet, spec: ModelSpec, *, pp: int, tp: int, dp: int, expert_parallel: bool
+) -> Layout:
     """Return the layout of `dp` replicas of `pp` stages with `tp` ranks each, on the devices in their order.
 
     Raises:
-        UsageError: there are too few devices.
+        UsageError: there are too few devices, or so many ranks cannot share the layers of this model.
     """
+    require_shardable(spec, tp, expert_parallel=expert_parallel)
     sites = list(_sites(devices, tp))
     if len(sites) < pp * dp:
         raise UsageError(

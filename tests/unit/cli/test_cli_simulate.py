@@ -66,6 +66,11 @@ def test_a_trace_is_replayed_scaled(model: str, tmp_path: Path) -> None:
     ("words", "why"),
     [
         (("--devices", "a100-80g:2", "--pp", "4"), "do not fit the 2 devices"),
+        (("--devices", "a100-80g:3", "--tp", "3"), "--tensor-parallel-size is 3, but the model has 8"),
+        (
+            ("--devices", "a100-80g:2", "--tp", "2", "--model-impl", "transformers"),
+            "--tensor-parallel-size is 2; LlamaForCausalLM runs through transformers' layers",
+        ),
         (("--devices", "a100-80g:2", "--pp", "2", "--lose-stage", "2@1:1"), "no such stage"),
         (("--devices", "a100-80g:2", "--pp", "2", "--lose-stage", "x"), "no such stage"),
         (("--devices", "a100-80g:2", "--pp", "2", "--lose-stage", "1@.:1"), "a time is missing"),

@@ -124,6 +124,7 @@ def _by_figures(
     sizes, devices, parallel = read_sizes(config.model), devices_of(text), config.parallel
     layout = fixed_layout(
         devices,
+        sizes.spec,
         pp=parallel.pipeline_parallel_size,
         tp=parallel.tp_sizes[0],
         dp=parallel.data_parallel_size,

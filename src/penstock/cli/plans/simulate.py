@@ -188,6 +188,7 @@ def _run(
     keeps_times: bool,
 ) -> FinishedRun:
     from penstock.cli.plans.plan_devices import load_of
+    from penstock.families.transformers_fields import require_plain
     from penstock.layouts.device_file import devices_of
     from penstock.layouts.device_text import HERE, JOINED
     from penstock.layouts.model_sizes import read_sizes
@@ -210,8 +211,10 @@ def _run(
         raise UsageError(
             "all simulated stages must have the same number of ranks.", remedy="Give one number to --tp."
         )
+    require_plain(sizes.spec, config.model.quantization, parallel)
     layout = fixed_layout(
         device_set,
+        sizes.spec,
         pp=parallel.pipeline_parallel_size,
         tp=parallel.tp_sizes[0],
         dp=parallel.data_parallel_size,
