@@ -247,6 +247,8 @@ def can_share(spec: ModelSpec, size: int, load_bits: int | None, *, expert_paral
         load_bits: bits of weights that are quantised at load; None: they are not.
         expert_parallel: the ranks have whole experts, not slices of each.
     """
+    if spec.implementation != "penstock" and size > 1:  # `serve` refuses it, too
+        return False
     try:
         require_shardable(spec, size, expert_parallel=expert_parallel)
         require_whole_groups(spec, size, load_bits, expert_parallel=expert_parallel)

@@ -108,6 +108,13 @@ def test_i6_replicas_use_devices_that_are_left_over_when_there_are_requests(tmp_
     assert recommended["flags"] == "--pp 1 --tp 1 --dp 8"
 
 
+def test_i6_layers_of_transformers_are_cut_into_stages_of_one_rank(tmp_path: Path) -> None:
+    words = ["--devices", "a100-80g:4", "--model-impl", "transformers"]
+    report = planned(write_shape(tmp_path, "llama-70b"), *words)
+    assert {each["tp"] for each in (report["recommended"], *report["alternatives"])} == {1}
+    assert report["recommended"]["pp"] > 1
+
+
 def test_i6_a_tighter_context_leaves_fewer_hosts_for_one_replica(tmp_path: Path) -> None:
     words = ["--devices", "h100:8x8", "--concurrency", "64"]
     recommended = planned(write_shape(tmp_path, "deepseek-v3"), *words)["recommended"]
