@@ -102,7 +102,9 @@ class Layout:
         parts = [f"--pp {self.pp}", f"--tp {self._tp_text}"]
         parts += [f"--dp {self.dp}"] if self.dp > 1 else []
         parts += ["--ep"] if self.expert_parallel else []
-        parts += [f"--device {','.join(self._devices())}"] if len(self._device_types()) > 1 else []
+        types = self._device_types()
+        if types != {"cpu"}:  # the default of `serve`
+            parts.append(f"--device {','.join(self._devices()) if len(types) > 1 else 'cuda'}")
         parts += [f"--partition {','.join(map(str, layers))}"] if layers is not None else []
         return " ".join(parts)
 

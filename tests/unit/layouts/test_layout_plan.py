@@ -105,7 +105,7 @@ def test_i6_replicas_use_devices_that_are_left_over_when_there_are_requests(tmp_
     path = write_shape(tmp_path, "llama-8b")
     recommended = planned(path, "--devices", "a100-80g:8", "--concurrency", "64")["recommended"]
     assert (recommended["pp"], recommended["tp"], recommended["dp"]) == (1, 1, 8)
-    assert recommended["flags"] == "--pp 1 --tp 1 --dp 8"
+    assert recommended["flags"] == "--pp 1 --tp 1 --dp 8 --device cuda"
 
 
 def test_i6_layers_of_transformers_are_cut_into_stages_of_one_rank(tmp_path: Path) -> None:
@@ -113,6 +113,29 @@ def test_i6_layers_of_transformers_are_cut_into_stages_of_one_rank(tmp_path: Pat
     report = planned(write_shape(tmp_path, "llama-70b"), *words)
     assert {each["tp"] for each in (report["recommended"], *report["alternatives"])} == {1}
     assert report["recommended"]["pp"] > 1
+
+
+def command_of(out: str) -> str:
+    """The command that a plan shows, which may go on in a second line."""
+    _, _, shown = out.partition("  penstock serve ")
+    first, second, *_ = shown.splitlines()
+    return first.removesuffix("\\") + second.strip() if first.endswith("\\") else first
+
+
+@pytest.mark.parametrize(
+    ("devices", "end"), [("a100-80g", "--tp 1 --device cuda"), ("cpu:16c:64g", "--tp 1")]
+)
+def test_the_command_that_is_shown_runs_on_the_devices_that_were_described(
+    devices: str, end: str, tmp_path: Path
+) -> None:
+    _, out, _ = plan(write_shape(tmp_path, "llama-8b"), "--devices", devices)
+    assert command_of(out).endswith(end)
+
+
+def test_the_command_that_is_shown_has_the_flags_by_which_weights_were_counted(tmp_path: Path) -> None:
+    words = ["--dtype", "float32", "--gguf-dequantize", "--model-impl", "penstock"]
+    _, out, _ = plan(write_shape(tmp_path, "llama-8b"), "--devices", "a100-80g", *words)
+    assert command_of(out).endswith(" --gguf-dequantize --dtype float32 --model-impl penstock")
 
 
 def test_i6_a_tighter_context_leaves_fewer_hosts_for_one_replica(tmp_path: Path) -> None:

@@ -248,6 +248,9 @@ class _Question:
         """Return the flags, besides those of the layout, that `penstock serve` needs for this plan."""
         model, scheduler = self._config.model, self._load.scheduler
         flags = [] if model.quantization == "none" else [f"--quantization {model.quantization}"]
+        flags += ["--gguf-dequantize"] if model.gguf_dequantize else []
+        flags += [] if model.dtype == "auto" else [f"--dtype {model.dtype}"]
+        flags += [] if model.model_impl == "auto" else [f"--model-impl {model.model_impl}"]
         flags += [] if model.max_model_len is None else [f"--max-model-len {model.max_model_len}"]
         if scheduler != SchedulerConfig():
             flags.append(f"--max-num-seqs {scheduler.max_num_seqs}")
