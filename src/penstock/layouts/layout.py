@@ -259,6 +259,22 @@ def can_share(spec: ModelSpec, size: int, load_bits: int | None, *, expert_paral
     return True
 
 
+def require_place_for_quantised(devices: DeviceSet, spec: ModelSpec, load_bits: int | None) -> None:
+    """Raise `UsageError` if the weights are quantised and a device is a GPU, on which `serve` refuses them.
+
+    Args:
+        load_bits: bits of weights that are quantised at load; None: they are not.
+    """
+    gpus = [device.kind for host in devices.hosts for device in host.devices if not device.is_cpu]
+    if gpus and (load_bits is not None or spec.quantization is not None):
+        raise UsageError(
+            f"the weights are quantised, but {gpus[0]} is a GPU: they run on the CPU only, so far.",
+            remedy="Name CPUs in --devices. On GPUs, use the original checkpoint without --quantization, or "
+            "a GGUF file with --gguf-dequantize.",
+            param="devices",
+        )
+
+
 def _sites_of(host: DeviceHost, size: int) -> Iterator[StageSite]:
     for run in _runs(host):
         yield from _sites_of_run(host, run, size)

@@ -215,9 +215,11 @@ def _of_replicas(best: Estimate) -> list[str]:
 
 
 def _nothing_fits(devices: DeviceSet, sizes: ModelSizes) -> NotEnoughMemoryError:
-    memory = sum(device.memory_bytes for host in devices.hosts for device in host.devices)
+    all_devices = [device for host in devices.hosts for device in host.devices]
+    memory = sum(device.memory_bytes for device in all_devices)
+    fewer_bits = "--quantization int8 or int4, " if all(device.is_cpu for device in all_devices) else ""
     return NotEnoughMemoryError(
         f"the model does not fit: {sizes.weight_bytes / GIB:.1f} GiB of weights and the KV cache of one "
         f"request, on {devices.num_devices} devices with {memory / GIB:.1f} GiB together.",
-        remedy="Use more devices, --quantization int8 or int4, or lower --max-model-len.",
+        remedy=f"Use more devices, {fewer_bits}or lower --max-model-len.",
     )

@@ -71,6 +71,7 @@ def test_a_trace_is_replayed_scaled(model: str, tmp_path: Path) -> None:
             ("--devices", "a100-80g:2", "--tp", "2", "--model-impl", "transformers"),
             "--tensor-parallel-size is 2; LlamaForCausalLM runs through transformers' layers",
         ),
+        (("--devices", "a100-80g", "--quantization", "int8"), "the weights are quantised, but a100-80g is"),
         (("--devices", "a100-80g:2", "--pp", "2", "--lose-stage", "2@1:1"), "no such stage"),
         (("--devices", "a100-80g:2", "--pp", "2", "--lose-stage", "x"), "no such stage"),
         (("--devices", "a100-80g:2", "--pp", "2", "--lose-stage", "1@.:1"), "a time is missing"),

@@ -245,6 +245,8 @@ def test_the_table_fits_a_hundred_columns(
         (["--devices", "a100-80g:4", "--pp", "5"], 2, "no layout with the given"),
         (["--devices", "a100-80g:4", "--max-model-len", "9000"], 2, "this model allows 2 to 8192"),
         (["--devices", "rtx4090"], 4, "131.4 GiB of weights"),
+        (["--devices", "cpu:4c:8g", "--quantization", "int8"], 4, "Use more devices, --quantization int8"),
+        (["--devices", "a100-80g:4", "--quantization", "int4"], 2, "but a100-80g is a GPU: they run on the"),
         (["--devices", "a100-80g:4", "--partition-mix", "x"], 2, "not a mix of prefill and decode"),
         (["--json"], 2, "--json is for a plan with --devices"),
     ],

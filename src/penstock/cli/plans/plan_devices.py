@@ -28,7 +28,7 @@ from penstock.layouts.device_file import devices_of
 from penstock.layouts.device_text import HERE, JOINED
 from penstock.layouts.devices import DeviceSet
 from penstock.layouts.estimate import Estimate
-from penstock.layouts.layout import Layout, Wanted
+from penstock.layouts.layout import Layout, Wanted, require_place_for_quantised
 from penstock.layouts.machines import cpu_device, devices_of_hosts
 from penstock.layouts.measured import devices_here, layouts_here, measured_estimate
 from penstock.layouts.model_sizes import ModelSizes, read_sizes
@@ -75,7 +75,9 @@ def plan_for_devices(
     elif word == JOINED:
         report = question.on(question.joined(speaker))
     else:
-        report = question.on(devices_of(text))
+        devices = devices_of(text)
+        require_place_for_quantised(devices, sizes.spec, QUANTIZATION_BITS.get(config.model.quantization))
+        report = question.on(devices)
     if as_json:
         invocation.say(json.dumps(report.as_json(), ensure_ascii=False))
     else:

@@ -188,9 +188,11 @@ def _run(
     keeps_times: bool,
 ) -> FinishedRun:
     from penstock.cli.plans.plan_devices import load_of
+    from penstock.engine.supervisor.launch import QUANTIZATION_BITS
     from penstock.families.transformers_fields import require_plain
     from penstock.layouts.device_file import devices_of
     from penstock.layouts.device_text import HERE, JOINED
+    from penstock.layouts.layout import require_place_for_quantised
     from penstock.layouts.model_sizes import read_sizes
     from penstock.pipeline.partition import asked_layers
     from penstock.simulator.planned_pipe import fixed_layout, planned_pipe
@@ -212,6 +214,7 @@ def _run(
             "all simulated stages must have the same number of ranks.", remedy="Give one number to --tp."
         )
     require_plain(sizes.spec, config.model.quantization, parallel)
+    require_place_for_quantised(device_set, sizes.spec, QUANTIZATION_BITS.get(config.model.quantization))
     layout = fixed_layout(
         device_set,
         sizes.spec,
