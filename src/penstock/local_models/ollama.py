@@ -20,6 +20,7 @@ from penstock.local_models.model_name import ModelName
 REGISTRY, NAMESPACE, TAG = "registry.ollama.ai", "library", "latest"
 _MODEL_LAYER = "application/vnd.ollama.image.model"
 _OTHER_LAYERS = "application/vnd.ollama.image."
+_ADAPTER = "adapter"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _MAX_MANIFEST_BYTES = 1 << 20
 _OF_THE_SERVICE = Path("/usr/share/ollama/.ollama/models")
@@ -64,7 +65,7 @@ def ollama_model(name: ModelName) -> OllamaModel | None:
 
     Raises:
         ModelConfigError: the manifest cannot be read, does not name exactly one GGUF file, or that file is
-            missing.
+            missing; or the model has an adapter.
     """
     if len(name.repository) > 3 or "/" in name.file:
         return None
@@ -111,6 +112,12 @@ def _opened(store: Path, manifest: Path) -> OllamaModel:
         for layer in layers
         if layer.mediaType.startswith(_OTHER_LAYERS) and layer.mediaType != _MODEL_LAYER
     }
+    if _ADAPTER in beside:  # without it, another model would answer
+        raise ModelConfigError(
+            f"{name} of Ollama's store has an adapter (LoRA) beside its GGUF file, which is not supported.",
+            remedy="Merge the adapter into the model, or serve the model without it by the name of its base.",
+            param="model",
+        )
     return OllamaModel(name=name, path=path, size=of_weights[0].size, beside=beside)
 
 

@@ -190,6 +190,15 @@ def test_a_missing_blob_of_ollama_is_named(ollama: Path) -> None:
     assert isinstance(error, ModelConfigError)
 
 
+def test_a_model_of_ollama_with_an_adapter_is_not_served_without_it(ollama: Path) -> None:
+    in_ollama(ollama, f"{LIBRARY}/tuned/latest", {"model": b"GGUF", "adapter": b"GGUF of a few matrices"})
+    with pytest.raises(ModelConfigError, match="tuned:latest of Ollama's store has an adapter") as caught:
+        locate_model("tuned")
+    assert "Merge the adapter" in caught.value.remedy
+    (error,) = ollama_models()
+    assert isinstance(error, ModelConfigError)
+
+
 @pytest.mark.parametrize(
     "manifest",
     [
