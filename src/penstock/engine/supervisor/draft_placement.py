@@ -16,7 +16,7 @@ import msgspec
 from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from penstock.config.speculation import SpeculationConfig
 from penstock.errors import PenstockError, UsageError, error_from_info
-from penstock.families.registry import load_spec, resolve_model_directory
+from penstock.families.registry import load_spec, resolve_model_directory, served_names
 from penstock.families.spec import ModelSpec
 from penstock.hosts.resources import HostResources
 from penstock.process.config import DrafterConfig, RankConfig
@@ -94,17 +94,23 @@ def require_mtp(config: EngineConfig, spec: ModelSpec, directory: Path) -> None:
     )
 
 
-def notes_on_drafter(drafter: DrafterConfig | None, ranks: Sequence[RankConfig]) -> list[str]:
-    """Return a sentence for the user on the model or MTP layer that guesses tokens ahead, if one does."""
+def notes_on_drafter(
+    model: str | None, drafter: DrafterConfig | None, ranks: Sequence[RankConfig]
+) -> list[str]:
+    """Return a sentence for the user on the model or MTP layer that guesses tokens ahead, if one does.
+
+    Args:
+        model: the draft model, as the user names it; None if no model drafts.
+    """
     if ranks[-1].has_mtp:
         return [f"layer {ranks[-1].end_layer} drafts, on the last stage (--speculative-method mtp)."]
-    if drafter is None:
+    if drafter is None or model is None:
         return []
     rank = drafter.rank
     form = rank.dtype if rank.quantization == "none" else rank.quantization
     layers = _counted(rank.end_layer, "layer")
     threads = f" with {_counted(rank.threads, 'thread')}" if rank.device == "cpu" else ""
-    return [f"{Path(rank.model_path).name} drafts: {layers}, {form}, on {rank.device}{threads}."]
+    return [f"{served_names(model, ())[0]} drafts: {layers}, {form}, on {rank.device}{threads}."]
 
 
 def _counted(count: int, what: str) -> str:

@@ -185,7 +185,7 @@ def resolve_replicas(
     drafter = drafter_config(config, spec, directory, ranks, head, _only_rank)
     notes = (
         *form.notes,
-        *notes_on_drafter(drafter, ranks),
+        *notes_on_drafter(config.speculation.speculative_model, drafter, ranks),
         *implementation_notes(spec),
         *_notes_of_unused(config, spec),
     )

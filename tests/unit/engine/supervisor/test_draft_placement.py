@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from model_stores import in_hub_cache
 from penstock.config.engine import EngineConfig, ModelConfig, ModelImpl, ParallelConfig, SchedulerConfig
 from penstock.config.speculation import SpeculationConfig
 from penstock.engine.supervisor.draft_placement import require_mtp
@@ -84,6 +85,18 @@ def test_it_is_a_rank_with_all_layers(model: str, draft: str) -> None:
 def test_a_line_of_the_start_says_so(model: str, draft: str) -> None:
     plan = resolve(config_of(model, draft, speculative_quantization="int8"), [HOST])
     assert "draft drafts: 1 layer, int8, on cpu with 1 thread." in plan.notes
+
+
+def test_the_line_names_a_model_of_a_store_as_the_user_does(
+    model: str, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its directory there is named by a hash."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    in_hub_cache(
+        tmp_path / "cache", "org/small", {path.name: path.read_bytes() for path in Path(draft).iterdir()}
+    )
+    plan = resolve(config_of(model, "org/small"), [HOST])
+    assert "org/small drafts: 1 layer, bfloat16, on cpu with 1 thread." in plan.notes
 
 
 def test_a_shorter_context_of_its_own_is_kept(model: str, tmp_path: Path) -> None:
