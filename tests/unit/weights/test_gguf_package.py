@@ -21,7 +21,7 @@ from gguf_models import GgufModel, as_gguf
 from hand_core import Wanted, small_core
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from penstock.engine.supervisor.launch import resolve
-from penstock.errors import UnsupportedModelError
+from penstock.errors import UnsupportedModelError, UsageError
 from penstock.executor.inprocess import InprocessExecutor
 from penstock.families import gguf_types
 from penstock.families.registry import load_spec
@@ -212,3 +212,5 @@ def test_the_plan_holds_floats_and_says_so(tmp_path: Path) -> None:
     assert (rank.device, rank.gguf_dequantize, notes) == ("cuda:0", True, ())
     assert "changes nothing" in plan(made.plain, dequantize=True)[1][0]
     assert not plan(made.path, dequantize=False)[0].gguf_dequantize
+    with pytest.raises(UsageError, match=r"with a quantised GGUF file: .* or --gguf-dequantize, which"):
+        plan(made.path, dequantize=False, device="cuda")

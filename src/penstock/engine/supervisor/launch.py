@@ -34,6 +34,7 @@ from penstock.engine.supervisor.placement import (
     cpus_of_ranks,
     devices_of_ranks,
     hosts_of_ranks,
+    no_quantised_weights_on_cuda,
     on_each_host,
     shared_threads,
 )
@@ -446,7 +447,7 @@ def _weight_form(
             notes=(),
         )
     if any(device.startswith("cuda") for device in requested_devices):
-        raise _no_quantised_weights_on_cuda(parallel.device, model.quantization, spec)
+        raise no_quantised_weights_on_cuda(parallel.device, model.quantization, spec)
     notes = [_quantization_note(quantization, spec)]
     if parallel.device == "auto" and any(home.num_gpus for home in homes):
         notes.append("the stages run on the CPU, not the GPU: quantised weights run only on the CPU so far.")
@@ -485,16 +486,6 @@ def _quantization_note(quantization: Quantization, spec: ModelSpec) -> str:
     if spec.quantization is not None:
         return f"weights keep the checkpoint's quantisation, {spec.quantization.describe()}."
     return f"weights are quantised to {quantization} at load."
-
-
-def _no_quantised_weights_on_cuda(device: str, quantization: Quantization, spec: ModelSpec) -> UsageError:
-    wanted = f"--quantization {quantization}" if spec.quantization is None else "a quantised checkpoint"
-    return UsageError(
-        f"--device is {device}, with {wanted}: quantised weights are supported on the CPU only, so far.",
-        remedy="Use --device cpu, or the original checkpoint without --quantization.",
-        param="device",
-        code="unsupported",
-    )
 
 
 def _instead_of_float16(requested_dtype: str) -> FloatType:

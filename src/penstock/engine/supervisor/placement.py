@@ -10,8 +10,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from penstock.config.engine import ParallelConfig
+from penstock.config.engine import ParallelConfig, Quantization
 from penstock.errors import UsageError
+from penstock.families.spec import ModelSpec
 from penstock.hosts.resources import HostResources
 from penstock.pipeline.rank_layout import RankLayout
 from penstock.process.config import RankConfig
@@ -79,6 +80,21 @@ def devices_of_ranks(requested_devices: list[str], host: HostResources) -> list[
     return [
         f"cuda:{next(in_turn) % max(1, host.num_gpus)}" if device == "cuda" else device for device in wanted
     ]
+
+
+def no_quantised_weights_on_cuda(device: str, quantization: Quantization, spec: ModelSpec) -> UsageError:
+    """Return the error for quantised weights on a GPU, with the way to weights that are not quantised."""
+    held, floats = "a quantised checkpoint", "the original checkpoint without --quantization"
+    if spec.quantization is None:
+        held = f"--quantization {quantization}"
+    elif spec.quantization.method == "gguf":
+        held, floats = "a quantised GGUF file", "--gguf-dequantize, which holds its weights as floats"
+    return UsageError(
+        f"--device is {device}, with {held}: quantised weights are supported on the CPU only, so far.",
+        remedy=f"Use --device cpu, or {floats}.",
+        param="device",
+        code="unsupported",
+    )
 
 
 def shared_threads(devices: list[str], num_cpus: int) -> list[int]:
