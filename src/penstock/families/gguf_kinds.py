@@ -177,7 +177,10 @@ def _gemma2(file: GgufFile) -> Fields:
 
 def _gemma3(file: GgufFile) -> Fields:
     fields = _gemma(file, _GEMMA_3_27B_LAYERS)
-    fields["rope_local_base_freq"] = number(file, "rope.freq_base_swa", 10_000.0)
+    # Ollama's converter has names of its own for the two bases.
+    fields["rope_theta"] = number(file, "rope.freq_base", number(file, "rope.global.freq_base", 1e6))
+    local = number(file, "rope.local.freq_base", 10_000.0)
+    fields["rope_local_base_freq"] = number(file, "rope.freq_base_swa", local)
     if has(file, "final_logit_softcapping"):
         fields["final_logit_softcapping"] = number(file, "final_logit_softcapping")
     return fields

@@ -15,7 +15,7 @@ from checkpoints import make_checkpoint
 from deepseek_models import MODELS, make_with_mtp
 from expert_families import EXPERT_FAMILIES
 from families import FAMILIES
-from gguf_families import DENSE, LATENT, WITH_EXPERTS
+from gguf_families import BY_NUMBERS, DENSE, LATENT, WITH_EXPERTS
 from gguf_files import Typed
 from gguf_models import as_gguf
 from gguf_stages import kernels, logits, stages
@@ -174,6 +174,16 @@ def test_numbers_of_stretched_positions_are_read(tmp_path: Path) -> None:
     assert (spec.rope.attention_factor, spec.rope.beta_fast, spec.rope.beta_slow) == (1.25, 16, 2)
     assert spec.local_rope is not None
     assert spec.local_rope.kind == "default"
+
+
+def test_bases_of_gemma_3_have_two_names(tmp_path: Path) -> None:
+    """Those of llama.cpp and of Ollama; without either they are the family's."""
+    checkpoint = FAMILIES["gemma3"].make(tmp_path / "checkpoint", **BY_NUMBERS["gemma3"])
+    nested = {"rope.freq_base": None, "rope.global.freq_base": 5e5, "rope.local.freq_base": 2e4}
+    for name, values, bases in (("a", nested, (5e5, 2e4)), ("b", {"rope.freq_base": None}, (1e6, 1e4))):
+        spec = load_spec(as_gguf(checkpoint, tmp_path / name, metadata=values).path)
+        assert spec.local_rope is not None
+        assert (spec.rope.theta, spec.local_rope.theta) == bases
 
 
 def test_heads_that_are_rotated_whole_are_not_halved(tmp_path: Path) -> None:
