@@ -37,6 +37,7 @@ from penstock.kernels.block_formats import BLOCK_FORMATS
 from penstock.tokenizer.sources.gguf_vocabulary import gguf_end_ids, has_vocabulary
 
 _EMBEDDING = "token_embd.weight"
+_OF_IMAGES = ("v.", "mm.")  # of the tower for images, and of the projector behind it
 
 _Read = Callable[[ConfigFields, str], ModelSpec]
 
@@ -62,6 +63,7 @@ def gguf_spec(file: GgufFile, families: Mapping[str, _Read], *, dequantize: bool
             remedy="Use a supported model, or the Hugging Face checkpoint that the file was made from.",
             param="model",
         )
+    _require_text_alone(file)
     require_known_types(file, dequantize=dequantize)
     fields = ConfigFields(_fields(file, kind), file=file.path.name)
     spec = families[kind.architecture](fields, kind.architecture)
@@ -74,6 +76,17 @@ def gguf_spec(file: GgufFile, families: Mapping[str, _Read], *, dequantize: bool
         has_blocks = any(tensor.type.name not in FLOAT_TYPES for tensor in file.tensors.values())
         return dataclasses.replace(spec, is_dequantized=has_blocks)
     return dataclasses.replace(spec, quantization=_quantization(file, stored))
+
+
+def _require_text_alone(file: GgufFile) -> None:
+    """Raise `UnsupportedModelError` for a file with a part for images, such as Ollama's of Gemma 3 4B."""
+    if any(name.startswith(_OF_IMAGES) for name in file.tensors):
+        raise UnsupportedModelError(
+            f"{file.path.name} has a part for images beside the text model, as some files of Ollama do; such "
+            "files are not supported.",
+            remedy="Use a file of the text model alone, as llama.cpp converts it; the hub has them.",
+            param="model",
+        )
 
 
 def gguf_tensors(file: GgufFile, spec: ModelSpec) -> dict[str, StoredTensor]:

@@ -186,6 +186,13 @@ def test_bases_of_gemma_3_have_two_names(tmp_path: Path) -> None:
         assert (spec.rope.theta, spec.local_rope.theta) == bases
 
 
+def test_a_file_with_a_part_for_images_is_called_so(tmp_path: Path) -> None:
+    extra = {"v.blk.0.attn_k.weight": np.zeros((4, 4), "<f4")}
+    path = as_gguf(make_checkpoint(tmp_path / "checkpoint"), tmp_path / "gguf", extra=extra).path
+    with pytest.raises(UnsupportedModelError, match="a part for images beside the text model"):
+        load_spec(path)
+
+
 def test_heads_that_are_rotated_whole_are_not_halved(tmp_path: Path) -> None:
     assert spec_of(tmp_path / "a", "glm4_moe").rope.rotary_fraction == 0.5
     assert spec_of(tmp_path / "b", "glm4_moe", {"rope.dimension_count": 16}).rope.rotary_fraction == 1
