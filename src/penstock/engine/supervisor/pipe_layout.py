@@ -16,6 +16,7 @@ import msgspec
 
 from penstock.batch import RankLoaded
 from penstock.config.engine import CacheConfig, EngineConfig
+from penstock.config.speculation import SpeculationConfig
 from penstock.engine.supervisor.host_blocks import host_tier_bytes
 from penstock.engine.supervisor.host_choice import HostChoice
 from penstock.engine.supervisor.launch import LaunchPlan, resolve_replicas
@@ -221,6 +222,12 @@ class PipeLayout:
             config = msgspec.structs.replace(config, parallel=parallel)
         # Ranks keep their tiers of KV blocks from the start (`_placed_as`): nothing is decided anew here.
         config = msgspec.structs.replace(config, cache=_without_tiers(config.cache))
+        # The files are those of the start, whatever the model's name means by now. A draft model runs on.
+        config = msgspec.structs.replace(
+            config,
+            model=msgspec.structs.replace(config.model, model=self.plan.model_path),
+            speculation=_without_model(config.speculation),
+        )
         # Only the replicas on the same hosts share threads and GPUs with this one.
         parallel = msgspec.structs.replace(config.parallel, data_parallel_size=len(self._beside))
         config = msgspec.structs.replace(config, parallel=parallel)
@@ -242,6 +249,10 @@ def _placed_as(rank: RankConfig, other: RankConfig) -> RankConfig:
 
 def _without_tiers(cache: CacheConfig) -> CacheConfig:
     return msgspec.structs.replace(cache, kv_store=None, kv_host_bytes=0, kv_store_policy="write-through")
+
+
+def _without_model(speculation: SpeculationConfig) -> SpeculationConfig:
+    return speculation if speculation.speculative_model is None else SpeculationConfig()
 
 
 def _listed(words: Iterable[str]) -> str:

@@ -11,14 +11,17 @@ import msgspec
 import pytest
 
 from fakes import FakeClock
+from model_stores import in_hub_cache
 from penstock.batch import RankLoaded
 from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from penstock.config.hosts import HostsConfig
+from penstock.config.speculation import SpeculationConfig
 from penstock.engine.supervisor import pipe_layout
 from penstock.engine.supervisor.host_blocks import host_tier_bytes
 from penstock.engine.supervisor.host_choice import RETURN_S
 from penstock.engine.supervisor.launch import resolve_replicas
 from penstock.engine.supervisor.pipe_layout import PipeLayout, Settlement
+from penstock.families.registry import resolve_model_directory
 from penstock.families.spec import ITEM_SIZES
 from penstock.hosts.rank_host import Hosts
 from stand_in_hosts import LOADED, StandInHost
@@ -30,15 +33,23 @@ MIB = 1 << 20
 class Laid:
     """A pipeline of three stages over hosts that a test plays."""
 
-    def __init__(self, *names: str, cache: CacheConfig | None = None, **parallel: Any) -> None:
+    def __init__(
+        self,
+        *names: str,
+        cache: CacheConfig | None = None,
+        model: str = "demo",
+        draft: str | None = None,
+        **parallel: Any,
+    ) -> None:
         self.by_name = {name: StandInHost(name, "tcp") for name in names}
         head, *others = self.by_name.values()
         self.hosts = Hosts(head, *others)
         self.clock = FakeClock()
         config = EngineConfig(
-            model=ModelConfig(model="demo"),
+            model=ModelConfig(model=model),
             parallel=ParallelConfig(pipeline_parallel_size=3, **parallel),
             cache=cache or CacheConfig(),
+            speculation=SpeculationConfig(speculative_model=draft),
             cluster=HostsConfig(rejoin_timeout_s=LIMIT_S),
         )
         *_, plan = resolve_replicas(config, self.hosts.resources())  # of the last replica
@@ -116,6 +127,28 @@ def test_r15_a_rank_that_stays_keeps_all_but_its_share_of_the_cores(laid: Laid) 
     assert first == before.ranks[0], "the head has no more to do"
     assert second == msgspec.structs.replace(before.ranks[1], threads=2)
     assert third == msgspec.structs.replace(before.ranks[2], threads=2, host="desk")
+
+
+@pytest.mark.parametrize("which", ["model", "draft"])
+def test_r15_a_name_that_means_other_files_by_now_does_not_stop_a_takeover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """Meanwhile `penstock pull` has brought a commit with two files, of which the name means neither."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    demo = resolve_model_directory("demo")
+    in_hub_cache(tmp_path, "org/some", {path.name: path.read_bytes() for path in demo.iterdir()})
+    laid = Laid("tower", "desk", "shelf", **{which: "org/some"})
+    before = laid.layout.plan
+    in_hub_cache(tmp_path, "org/some", {"a-Q4_0.gguf": b"4", "a-Q8_0.gguf": b"8"}, commit="f" * 40)
+    laid.lose("desk")
+    laid.settle()
+    laid.clock.advance(LIMIT_S)
+    assert laid.settle().notes == ["without desk: stage 1 goes to tower."]
+    assert (laid.layout.plan.model_path, laid.layout.plan.core.drafter) == (
+        before.model_path,
+        before.core.drafter,
+    )
+    laid.close()
 
 
 @pytest.mark.parametrize("parallel", [{"threads_per_rank": 1}], ids=str)
