@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.batch import RankLoaded
-from penstock.config.engine import CacheConfig, EngineConfig
+from penstock.config.engine import CacheConfig, EngineConfig, ParallelConfig
 from penstock.config.speculation import SpeculationConfig
 from penstock.engine.supervisor.host_blocks import host_tier_bytes
 from penstock.engine.supervisor.host_choice import HostChoice
@@ -215,22 +215,15 @@ class PipeLayout:
     def _planned(self, homes: Sequence[HostResources]) -> LaunchPlan:
         """Return the present plan with ranks placed as at a start over these hosts, one for each stage."""
         config = self._config
-        # A stage stays on the type of device that it has computed on, which decides its numbers.
-        if config.parallel.device == "auto":
-            devices = ",".join(rank.device_type for rank in self.plan.ranks)
-            parallel = msgspec.structs.replace(config.parallel, device=devices)
-            config = msgspec.structs.replace(config, parallel=parallel)
         # Ranks keep their tiers of KV blocks from the start (`_placed_as`): nothing is decided anew here.
-        config = msgspec.structs.replace(config, cache=_without_tiers(config.cache))
         # The files are those of the start, whatever the model's name means by now. A draft model runs on.
         config = msgspec.structs.replace(
             config,
             model=msgspec.structs.replace(config.model, model=self.plan.model_path),
+            parallel=self._parallel_beside(config.parallel),
+            cache=_without_tiers(config.cache),
             speculation=_without_model(config.speculation),
         )
-        # Only the replicas on the same hosts share threads and GPUs with this one.
-        parallel = msgspec.structs.replace(config.parallel, data_parallel_size=len(self._beside))
-        config = msgspec.structs.replace(config, parallel=parallel)
         head = self._hosts.head.resources()
         fresh = resolve_replicas(config, [head, *homes], homes)[
             self._beside.index(self.plan.core.replica or 0)
@@ -238,6 +231,22 @@ class PipeLayout:
         ranks = [_placed_as(rank, own) for rank, own in zip(self.plan.ranks, fresh.ranks, strict=True)]
         core = msgspec.structs.replace(self.plan.core, cpus=fresh.core.cpus)
         return msgspec.structs.replace(self.plan, ranks=ranks, core=core)
+
+    def _parallel_beside(self, parallel: ParallelConfig) -> ParallelConfig:
+        """Return the settings of the replicas on the same hosts alone: they share threads and GPUs."""
+        num_ranks = len(self.plan.ranks)
+        own = [replica * num_ranks + rank for replica in self._beside for rank in range(num_ranks)]
+        # A stage stays on the type of device that it has computed on, which decides its numbers.
+        devices = [rank.device_type for rank in self.plan.ranks] * len(self._beside)
+        if parallel.device != "auto":
+            devices = [parallel.rank_devices[rank] for rank in own]
+        threads = parallel.rank_threads
+        return msgspec.structs.replace(
+            parallel,
+            data_parallel_size=len(self._beside),
+            device=",".join(devices),
+            threads_per_rank=None if threads is None else [threads[rank] for rank in own],
+        )
 
 
 def _placed_as(rank: RankConfig, other: RankConfig) -> RankConfig:

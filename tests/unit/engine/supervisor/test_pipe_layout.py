@@ -316,6 +316,21 @@ def test_r15_what_computes_a_stage_stays_what_it_was(laid: Laid) -> None:
     assert [rank.device for rank in laid.layout.plan.ranks] == ["cpu"] * 3
 
 
+@pytest.mark.parametrize(
+    "parallel",
+    [{"data_parallel_size": 3, "threads_per_rank": "1,1,1,2,2,2,1,2,3", "device": ",".join(["cpu"] * 9)}],
+    ids=["nine ranks"],
+)
+def test_r15_settings_of_each_rank_of_all_replicas_are_those_of_its_replica_after_a_takeover(
+    laid: Laid,
+) -> None:
+    laid.lose("shelf")
+    laid.settle()
+    laid.clock.advance(LIMIT_S)
+    assert laid.settle().is_settled
+    assert (laid.homes, laid.threads) == (["tower"] * 3, [1, 2, 3])
+
+
 def test_r15_g1_who_takes_over_needs_room_for_kv_blocks_in_host_memory_too() -> None:
     laid = Laid("tower", "desk", "shelf", cache=CacheConfig(kv_host_bytes=64 * MIB))
     try:
