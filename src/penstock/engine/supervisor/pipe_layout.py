@@ -222,7 +222,7 @@ class PipeLayout:
             model=msgspec.structs.replace(config.model, model=self.plan.model_path),
             parallel=self._parallel_beside(config.parallel),
             cache=_without_tiers(config.cache),
-            speculation=_without_model(config.speculation),
+            speculation=_without_draft_model(config.speculation),
         )
         head = self._hosts.head.resources()
         fresh = resolve_replicas(config, [head, *homes], homes)[
@@ -260,8 +260,11 @@ def _without_tiers(cache: CacheConfig) -> CacheConfig:
     return msgspec.structs.replace(cache, kv_store=None, kv_host_bytes=0, kv_store_policy="write-through")
 
 
-def _without_model(speculation: SpeculationConfig) -> SpeculationConfig:
-    return speculation if speculation.speculative_model is None else SpeculationConfig()
+def _without_draft_model(speculation: SpeculationConfig) -> SpeculationConfig:
+    """Return the settings without a draft model: it runs beside the core already, and stays there."""
+    if speculation.speculative_model is None:
+        return speculation
+    return SpeculationConfig(speculative_method="off")
 
 
 def _listed(words: Iterable[str]) -> str:

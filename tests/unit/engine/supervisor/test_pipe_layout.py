@@ -37,6 +37,7 @@ class Laid:
         self,
         *names: str,
         cache: CacheConfig | None = None,
+        speculation: SpeculationConfig | None = None,
         model: str = "demo",
         draft: str | None = None,
         **parallel: Any,
@@ -49,7 +50,7 @@ class Laid:
             model=ModelConfig(model=model),
             parallel=ParallelConfig(pipeline_parallel_size=3, **parallel),
             cache=cache or CacheConfig(),
-            speculation=SpeculationConfig(speculative_model=draft),
+            speculation=speculation or SpeculationConfig(speculative_model=draft),
             cluster=HostsConfig(rejoin_timeout_s=LIMIT_S),
         )
         *_, plan = resolve_replicas(config, self.hosts.resources())  # of the last replica
@@ -329,6 +330,21 @@ def test_r15_settings_of_each_rank_of_all_replicas_are_those_of_its_replica_afte
     laid.clock.advance(LIMIT_S)
     assert laid.settle().is_settled
     assert (laid.homes, laid.threads) == (["tower"] * 3, [1, 2, 3])
+
+
+def test_r15_a_draft_model_that_runs_already_needs_no_memory_a_second_time() -> None:
+    laid = Laid("tower", "desk", "shelf", speculation=SpeculationConfig(speculative_model="demo"))
+    try:
+        drafter = laid.layout.plan.core.drafter
+        assert drafter is not None
+        laid.lose("desk")
+        laid.by_name["tower"].free_bytes = 0  # the weights of its stage and of the draft model are there
+        laid.settle()
+        laid.clock.advance(LIMIT_S)
+        assert laid.settle() == Settlement(is_settled=True, notes=["without desk: stage 1 goes to shelf."])
+        assert laid.layout.plan.core.drafter == drafter, "a core that is started again takes it along"
+    finally:
+        laid.close()
 
 
 def test_r15_g1_who_takes_over_needs_room_for_kv_blocks_in_host_memory_too() -> None:
