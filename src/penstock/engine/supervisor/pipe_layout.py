@@ -250,9 +250,14 @@ class PipeLayout:
 
 
 def _placed_as(rank: RankConfig, other: RankConfig) -> RankConfig:
-    """Return the config of `rank` with the place (host, device, threads, cores) of `other`."""
+    """Return the config of `rank` with the place of `other`: host, device, threads, cores, and its links."""
     return msgspec.structs.replace(
-        rank, host=other.host, device=other.device, threads=other.threads, cpus=other.cpus
+        rank,
+        host=other.host,
+        device=other.device,
+        threads=other.threads,
+        cpus=other.cpus,
+        link_frames=other.link_frames,
     )
 
 

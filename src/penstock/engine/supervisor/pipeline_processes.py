@@ -352,7 +352,10 @@ class PipelineProcesses:
 
     def _has_moved(self, index: int) -> bool:
         """Return whether a rank has another place in the plan than it was started at."""
-        return index != CORE and self._placed[index] != self._plan.ranks[index]
+        if index == CORE:
+            return False
+        placed = self._placed[index]  # its links are made anew in each epoch, whatever they hold
+        return placed != msgspec.structs.replace(self._plan.ranks[index], link_frames=placed.link_frames)
 
     def _bury(self, index: int) -> None:
         self._watch.reap(self._members.pop(index))

@@ -48,7 +48,7 @@ class Laid:
         self.clock = FakeClock()
         config = EngineConfig(
             model=ModelConfig(model=model),
-            parallel=ParallelConfig(pipeline_parallel_size=3, **parallel),
+            parallel=ParallelConfig(**{"pipeline_parallel_size": 3} | parallel),
             cache=cache or CacheConfig(),
             speculation=speculation or SpeculationConfig(speculative_model=draft),
             cluster=HostsConfig(rejoin_timeout_s=LIMIT_S),
@@ -126,7 +126,8 @@ def test_r15_a_rank_that_stays_keeps_all_but_its_share_of_the_cores(laid: Laid) 
     laid.settle()
     first, second, third = laid.layout.plan.ranks
     assert first == before.ranks[0], "the head has no more to do"
-    assert second == msgspec.structs.replace(before.ranks[1], threads=2)
+    frames = third.link_frames  # the link from the second one to the third leaves the host no more
+    assert second == msgspec.structs.replace(before.ranks[1], threads=2, link_frames=frames)
     assert third == msgspec.structs.replace(before.ranks[2], threads=2, host="desk")
 
 
@@ -154,7 +155,7 @@ def test_r15_a_name_that_means_other_files_by_now_does_not_stop_a_takeover(
 
 @pytest.mark.parametrize("parallel", [{"threads_per_rank": 1}], ids=str)
 def test_r15_two_lost_hosts_of_three_leave_all_to_the_head(laid: Laid) -> None:
-    before = laid.layout.plan.ranks[0]
+    before, *_, last = laid.layout.plan.ranks
     laid.lose("desk")
     laid.settle()
     laid.clock.advance(10.0)
@@ -165,7 +166,24 @@ def test_r15_two_lost_hosts_of_three_leave_all_to_the_head(laid: Laid) -> None:
     laid.clock.advance(10.0)
     assert laid.settle().notes == ["without desk and shelf: stage 1 goes to tower, stage 2 goes to tower."]
     assert laid.homes == ["tower"] * 3
-    assert laid.layout.plan.ranks[0] == before
+    assert laid.layout.plan.ranks[0] == msgspec.structs.replace(before, link_frames=last.link_frames)
+
+
+def test_r15_a_link_that_leads_to_another_host_after_a_takeover_holds_the_plans_on_that_wire() -> None:
+    laid = Laid("tower", "desk", "shelf", pipeline_parallel_size=6)
+    try:
+        assert laid.homes == ["tower", "tower", "desk", "desk", "shelf", "shelf"]
+        near, far, *_ = before = [rank.link_frames for rank in laid.layout.plan.ranks]
+        assert before == [near, far, near, far, near, near]
+        assert far > near
+        laid.lose("desk")
+        laid.settle()
+        laid.clock.advance(LIMIT_S)
+        assert laid.settle().is_settled
+        assert laid.homes == ["tower", "tower", "tower", "shelf", "shelf", "shelf"]
+        assert [rank.link_frames for rank in laid.layout.plan.ranks] == [near, near, far, near, near, near]
+    finally:
+        laid.close()
 
 
 def test_r15_where_memory_is_short_the_missing_host_is_named_and_waited_for(laid: Laid) -> None:
