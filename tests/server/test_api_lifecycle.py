@@ -149,6 +149,17 @@ def test_f9_a_core_that_starts_nobody_for_want_of_memory_is_overloaded_and_still
         assert replica["held_back"] == why
 
 
+def test_r5_it_is_ready_while_requests_start_in_one_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = Status(stats=stats(held_back="the host of stage 1 has 9 MiB of free memory"))
+    away, well = Status(ready=False, stats=stats()), Status(stats=stats())
+    with LiveServer(FakeEngine(state=short)) as live:
+        monkeypatch.setattr(live.engine, "statuses", lambda: [short, well])
+        assert live.request("GET", "/health")[0].status == 200
+        monkeypatch.setattr(live.engine, "statuses", lambda: [short, away])
+        response, raw = live.request("GET", "/health")
+        assert (response.status, json.loads(raw)["code"]) == (503, "low_memory")
+
+
 def _probe(live: LiveServer) -> tuple[int, str]:
     response, raw = live.request("GET", "/health/generate")
     return response.status, json.loads(raw)["state"]

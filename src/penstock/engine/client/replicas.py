@@ -69,10 +69,11 @@ class Replicas:
     ) -> list[RequestStream]:
         """Start `sampling.n` sequences in the replica that has the least to compute before them.
 
-        - If that replica is full or has no core, the next best replica takes them.
+        - If that replica is full, has no core, or starts none as its host is short of memory, the next best
+          replica takes them.
         - If the core itself refuses them, because its queue has filled meanwhile, no other is tried.
-        - Sequences of a session go to the replica that has the session. If that replica is full or not ready,
-          another one takes them without the session.
+        - Sequences of a session go to the replica that has the session. If that one has no room in this
+          sense, another one takes them without the session.
 
         Returns:
             The streams of the sequences.
@@ -114,7 +115,7 @@ class Replicas:
             home: number of the replica that is tried first if it is ready and has room; None: no replica.
         """
         loads = {
-            index: Load(engine.tokens_ahead, status.ready and not status.is_full)
+            index: Load(engine.tokens_ahead, _has_room(status))
             for index, (engine, status) in enumerate(zip(self._engines, self.statuses(), strict=True))
         }
         refusals: list[PenstockError] = []
@@ -258,6 +259,12 @@ class Replicas:
             start.cancel()
         for engine in self._engines:
             engine.close()
+
+
+def _has_room(status: EngineStatus) -> bool:
+    """Return whether a replica takes requests, and starts them: it does not while memory is short there."""
+    starts = status.stats is None or not status.stats.scheduler.held_back
+    return status.ready and not status.is_full and starts
 
 
 def merged_stats(replica_stats: Sequence[CoreStats | None]) -> CoreStats | None:

@@ -140,9 +140,15 @@ class HealthRoute:
             return Health(state="overloaded", reason="the queue is full")
         if shortage := self._context.memory.shortage:
             return Health(state="overloaded", reason=shortage)
-        if status.stats is not None and (reason := status.stats.scheduler.held_back):
+        if reason := self._held_back():
             return Health(state="overloaded", reason=reason, code="low_memory")
         return Health(state="ready", reason=status.reason, since=status.since)
+
+    def _held_back(self) -> str:
+        """Return why waiting requests start in no replica that is ready; empty if they start in one."""
+        statuses = self._context.engine.statuses()
+        reasons = [each.stats.scheduler.held_back for each in statuses if each.ready and each.stats]
+        return reasons[0] if reasons and all(reasons) else ""
 
 
 def _respond(health: Health) -> Response:

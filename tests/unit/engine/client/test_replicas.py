@@ -57,6 +57,7 @@ class OneEngine:
         self.is_ready, self.refusal = ready, refusal
         self.asked: list[str] = []
         self.is_closed = self.is_full = False
+        self.held_back = ""
         self.sessions: set[str] | None = set()
         self.sessions_asked: set[str] = set()
         self.named: list[str] = []  # sessions that its requests name
@@ -69,7 +70,7 @@ class OneEngine:
     def status(self) -> EngineStatus:
         reason = "" if self.is_ready else "stage 1 is lost"
         stage = None if self.is_ready else 1
-        stats = STATS if self.is_ready else None
+        stats = core_stats(STATS, held_back=self.held_back) if self.is_ready else None
         return EngineStatus(
             ready=self.is_ready, stage=stage, reason=reason, since=5.0, stats=stats, is_full=self.is_full
         )
@@ -151,6 +152,17 @@ def test_a_full_queue_is_passed_over_and_the_engine_is_full_when_all_that_are_th
     assert three.status().is_full
     full.is_ready = other.is_ready = False
     assert not three.status().is_full, "it is not ready"
+
+
+def test_a_replica_whose_host_is_short_of_memory_is_passed_over() -> None:
+    """Its requests would wait until memory is free there, or their time is over."""
+    short, other = OneEngine(), OneEngine(ahead=40)
+    short.held_back, short.sessions = "the host of stage 1 has 9 MiB of free memory", {"s"}
+    both = replicas(short, other)
+    assert both.add("a", [1], GREEDY) is other
+    assert both.add("b", [1], SamplingParams(session_id="s")) is other
+    other.held_back = "the host has 9 MiB of free memory"
+    assert both.add("c", [1], GREEDY) is short, "it has the least work of those that are alike"
 
 
 def test_a_bad_request_is_bad_for_all() -> None:
