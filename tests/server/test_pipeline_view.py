@@ -312,6 +312,19 @@ def test_r15_server_info_follows_a_pipe_that_is_laid_over_other_hosts() -> None:
     assert b'penstock_host_clock_error_seconds{host="shelf",model_name="fake"} 7e-08' in metrics
 
 
+def test_r15_server_info_has_the_first_replicas_stages_and_what_any_replica_found_of_links(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = Status(stats=stats(), hosts=PipeHosts(stages=["tower", "shelf"], links=[LINK]))
+    slow = msgspec.structs.replace(LINK, reduced_bytes_per_s_in=7.0)
+    both = Status(stats=stats(), hosts=PipeHosts(stages=["tower", "shelf"], links=[slow]))
+    with LiveServer(FakeEngine(state=both), model=model()) as live:
+        monkeypatch.setattr(live.engine, "statuses", lambda: [own, Status(stats=stats())])
+        info = json.loads(live.request("GET", "/server_info")[1])
+    assert [stage["host"] for stage in info["stages"]] == ["tower", "shelf"]
+    assert [link["reduced_bytes_per_s_in"] for link in info["links"]] == [7.0]
+
+
 def test_rule_4_server_info_shows_settings_and_no_secret() -> None:
     config = ServerConfig(
         api_keys=["key-1"], admin_keys=["admin-1"], settings={"port": 8000, "api-key": "set"}

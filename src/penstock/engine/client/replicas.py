@@ -20,8 +20,9 @@ from penstock.engine.stats import CoreStats, summed
 from penstock.errors import NotFoundError, OverloadedError, PenstockError, UnavailableError
 from penstock.kvcache.sessions import unknown_session
 from penstock.operations import CloseSession, OpenSession, Operation, OperationDone
+from penstock.process.config import HostLink
 from penstock.process.endpoints import Restarts
-from penstock.process.pipe_hosts import NO_PIPE_HOSTS
+from penstock.process.pipe_hosts import NO_PIPE_HOSTS, PipeHosts
 from penstock.request import PoolingParams, SamplingParams
 
 Started = TypeVar("Started")
@@ -168,7 +169,7 @@ class Replicas:
             stats=merged_stats([engine.status().stats for engine in self._engines]),
             is_full=is_ready and all(status.is_full for status in statuses if status.ready),
             is_recovering=not is_ready and any(status.is_recovering for status in statuses),
-            hosts=next((status.hosts for status in statuses if status.hosts.stages), NO_PIPE_HOSTS),
+            hosts=merged_hosts([status.hosts for status in statuses]),
         )
 
     def statuses(self) -> list[EngineStatus]:
@@ -265,6 +266,24 @@ def _has_room(status: EngineStatus) -> bool:
     """Return whether a replica takes requests, and starts them: it does not while memory is short there."""
     starts = status.stats is None or not status.stats.scheduler.held_back
     return status.ready and not status.is_full and starts
+
+
+def merged_hosts(each: Sequence[PipeHosts]) -> PipeHosts:
+    """Return the hosts of all replicas as of one; a replica only finds out which of its own links are slow.
+
+    The stages are those of the first replica that has reported its hosts.
+    """
+    first = next((hosts for hosts in each if hosts.stages), NO_PIPE_HOSTS)
+    links: dict[tuple[str, str], HostLink] = {}
+    for link in (link for hosts in each for link in hosts.links):
+        known = links.setdefault(link.hosts, link)
+        links[link.hosts] = msgspec.structs.replace(
+            known,
+            reduced_bytes_per_s_out=known.reduced_bytes_per_s_out or link.reduced_bytes_per_s_out,
+            reduced_bytes_per_s_in=known.reduced_bytes_per_s_in or link.reduced_bytes_per_s_in,
+        )
+    clocks = {clock.host: clock for hosts in reversed(each) for clock in hosts.clocks}
+    return msgspec.structs.replace(first, links=list(links.values()), clocks=list(clocks.values()))
 
 
 def merged_stats(replica_stats: Sequence[CoreStats | None]) -> CoreStats | None:

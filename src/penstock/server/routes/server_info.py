@@ -85,14 +85,14 @@ class ServerInfoRoute:
 
     async def get(self) -> Response:
         """Return version, model, layout and every effective setting that is not secret."""
-        model, classes, hosts = self._model, self._numeric_classes(), self._engine.statuses()[0].hosts
+        model, classes, hosts = self._model, self._numeric_classes(), self._engine.status().hosts
         info = ServerInfo(
             version=__version__,
             model=model.name,
             max_model_len=model.context_length(self._engine),
             vocab_size=model.vocab_size,
             num_replicas=len(self._engine.statuses()),
-            stages=shapes_on(hosts, model.stages),
+            stages=shapes_on(self._engine.statuses()[0].hosts, model.stages),
             numeric_classes=classes,
             are_classes_mixed=len({each for of_ranks in classes for each in of_ranks.values()}) > 1,
             speculation=self._speculation(),

@@ -22,7 +22,9 @@ from penstock.errors import (
     WaitTimeoutError,
 )
 from penstock.operations import CloseSession, OpenSession, Operation, OperationDone, Pause
+from penstock.process.config import HostLink
 from penstock.process.endpoints import Restarts
+from penstock.process.pipe_hosts import NO_PIPE_HOSTS, HostClock, PipeHosts
 from penstock.request import PoolingParams, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -58,6 +60,7 @@ class OneEngine:
         self.asked: list[str] = []
         self.is_closed = self.is_full = False
         self.held_back = ""
+        self.hosts = NO_PIPE_HOSTS
         self.sessions: set[str] | None = set()
         self.sessions_asked: set[str] = set()
         self.named: list[str] = []  # sessions that its requests name
@@ -72,7 +75,13 @@ class OneEngine:
         stage = None if self.is_ready else 1
         stats = core_stats(STATS, held_back=self.held_back) if self.is_ready else None
         return EngineStatus(
-            ready=self.is_ready, stage=stage, reason=reason, since=5.0, stats=stats, is_full=self.is_full
+            ready=self.is_ready,
+            stage=stage,
+            reason=reason,
+            since=5.0,
+            stats=stats,
+            is_full=self.is_full,
+            hosts=self.hosts,
         )
 
     def statuses(self) -> list[EngineStatus]:
@@ -262,6 +271,27 @@ def test_g4_every_replica_does_what_is_asked() -> None:
     assert both is not None
     assert neither is not None
     assert (both.scheduler.paused, neither.scheduler.paused) == (True, False)
+
+
+def test_r15_a_link_that_any_replica_finds_slow_is_slow() -> None:
+    """Each replica watches the links of its own stages, and is told of all."""
+    near, far = (
+        HostLink(
+            hosts=hosts, interfaces=("a", "b"), round_trip_s=0.1, bytes_per_s_out=9.0, bytes_per_s_in=9.0
+        )
+        for hosts in (("head", "desk"), ("tower", "shelf"))
+    )
+    slow = msgspec.structs.replace(far, reduced_bytes_per_s_in=2.0)
+    clocks = [
+        HostClock(host=host, offset_ns=offset_ns, error_ns=1) for host, offset_ns in (("a", 3), ("b", 4))
+    ]
+    later = msgspec.structs.replace(clocks[0], offset_ns=5)
+    new, first, second = OneEngine(), OneEngine(), OneEngine()
+    first.hosts = PipeHosts(stages=["head", "desk"], links=[near, far], clocks=clocks[:1])
+    second.hosts = PipeHosts(stages=["tower", "shelf"], links=[near, slow], clocks=[later, clocks[1]])
+    hosts = replicas(new, first, second).status().hosts
+    assert (hosts.stages, hosts.links) == (["head", "desk"], [near, slow])
+    assert sorted(clock.offset_ns for clock in hosts.clocks) == [3, 4]
 
 
 def test_all_are_left() -> None:
