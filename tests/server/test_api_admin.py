@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -267,6 +268,29 @@ def test_g4_an_abort_without_clear_words_is_refused(server: LiveServer, query: s
     assert response.status == 400
     assert json.loads(raw)["error"]["param"] == "request_id"
     assert server.engine.operations == []
+
+
+_TALK = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", _TALK),
+        ("completions", {"prompt": "a", "max_tokens": 1}),
+        ("responses", {"input": "a"}),
+        ("messages", _TALK),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_g4_an_abort_takes_the_id_of_any_answer(server: LiveServer, path: str, body: dict[str, Any]) -> None:
+    status, answer = server.post(f"/v1/{path}", {"model": "fake"} | body, AS_CLIENT)
+    assert status == 200
+    ((own, *_),) = server.engine.added
+    server.request("POST", f"/abort?request_id={answer['id']}", None, AS_ADMIN)
+    operation, _ = server.engine.operations[-1]
+    assert isinstance(operation, Abort)
+    assert own.removesuffix("-0") in (operation.request_ids or ())
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -36,7 +36,7 @@ from penstock.server.routes.profiler import Profiler
 
 MAX_ABORTED = 64  # ids of one abort
 MAX_ID_CHARACTERS = 160
-_ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
+_ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 
 DEFAULT_TIMEOUT_S = 60.0
 
