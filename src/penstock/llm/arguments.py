@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from penstock.config.executor_backend import is_own_class
 from penstock.config.hosts import HostsConfig
 from penstock.config.refused_settings import refuse_if_known, refuse_replicas
 from penstock.config.speculation import SpeculationConfig, with_speculative_config
@@ -20,6 +21,7 @@ from penstock.engine.supervisor.reports import LogReporter
 from penstock.errors import UsageError
 from penstock.hosts.local import LocalHost
 from penstock.hosts.rank_host import Hosts
+from penstock.pipeline.partition import AUTO_POLICY
 
 NO_INTER_TOKEN_TARGET_MS = 1e9
 # The caller gives all requests at once and waits for them, so any number may wait for any time.
@@ -67,13 +69,36 @@ def engine_config(
 
 
 def settled(config: EngineConfig) -> tuple[EngineConfig, LaunchPlan]:
-    """Return the configuration with layers in place of an `auto` partition, and the plan of its launch.
+    """Return the configuration, and the plan of its launch.
 
-    If the partition is `auto`, this measures the stages, unless their costs are known from an earlier start.
+    On this host alone, the configuration gets layers in place of an `auto` partition. For that the stages are
+    measured, unless their costs are known from an earlier start. If ranks may run on other hosts, the
+    supervisor does so once these are there. Of the plan, only the model and the limits of requests then hold.
+
+    Raises:
+        UsageError: several hosts are asked for, and ranks that are threads of this process.
     """
+    backend, num_hosts = config.parallel.backend, config.cluster.hosts
+    if backend == "inprocess" and num_hosts > 1:
+        raise UsageError(
+            f"hosts is {num_hosts}, but ranks that are threads of this process run on this host alone.",
+            remedy='Use distributed_executor_backend="mp", or leave hosts out.',
+            param="hosts",
+        )
     hosts = Hosts(LocalHost())
+    if num_hosts > 1 or is_own_class(backend):
+        return config, _plan_without_hosts(config, hosts)
     config = settle_partition(config, hosts, LogReporter())
     return config, resolve(config, hosts.resources())
+
+
+def _plan_without_hosts(config: EngineConfig, head: Hosts) -> LaunchPlan:
+    """Return a plan in which all ranks run on a host that has room for everything."""
+    boundless = [msgspec.structs.replace(host, free_bytes=1 << 62) for host in head.resources()]
+    parallel = msgspec.structs.replace(config.parallel, device="cpu", pin_threads="off")
+    if parallel.partition == AUTO_POLICY:
+        parallel = msgspec.structs.replace(parallel, partition="last")
+    return resolve(msgspec.structs.replace(config, parallel=parallel, cache=CacheConfig()), boundless)
 
 
 def refuse_unknown(unknown: Mapping[str, Any], known: Collection[str]) -> None:
