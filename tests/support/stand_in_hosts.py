@@ -136,7 +136,7 @@ class StandInHost:
         parties: who is at them.
         spares_kept: the number of threads each time that a spare was to be kept.
         spare_bytes: that it says the spare has.
-        free_bytes, num_gpus: that it says it has.
+        free_bytes, num_gpus, numeric_classes: that it says it has.
         num_forgotten: how often it was to forget what links were proved by.
         known_clocks: that it says is known of its clock.
     """
@@ -153,6 +153,7 @@ class StandInHost:
         self.spare_bytes = 0
         self.num_forgotten = 0
         self.free_bytes, self.num_gpus = 1 << 34, 0
+        self.numeric_classes = ("portable", "avx2")
         self.known_clocks: list[HostClock] = []
         self.news, self._bell = socket.socketpair()
         self.news.setblocking(False)
@@ -181,7 +182,13 @@ class StandInHost:
         return self.spare_bytes
 
     def resources(self) -> HostResources:
-        return HostResources(num_cpus=4, free_bytes=self.free_bytes, num_gpus=self.num_gpus, name=self.name)
+        return HostResources(
+            num_cpus=4,
+            free_bytes=self.free_bytes,
+            num_gpus=self.num_gpus,
+            name=self.name,
+            numeric_classes=self.numeric_classes,
+        )
 
     def clocks(self) -> Sequence[HostClock]:
         return self.known_clocks

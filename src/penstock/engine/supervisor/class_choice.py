@@ -40,13 +40,18 @@ def require_class(
             param="numeric_class",
         )
     for host in hosts:
-        if wanted not in host.numeric_classes:
+        if not has_class(parallel, host):
             raise UsageError(
                 f"--numeric-class is {wanted}, but {host.name} supports "
                 f"{', '.join(host.numeric_classes) or 'none'}.",
                 remedy=_remedy(hosts),
                 param="numeric_class",
             )
+
+
+def has_class(parallel: ParallelConfig, host: HostResources) -> bool:
+    """Return whether a host can compute in the class that was chosen, if any was."""
+    return parallel.numeric_class in (AUTO, *host.numeric_classes)
 
 
 def _without_kernels(

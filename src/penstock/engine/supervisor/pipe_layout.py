@@ -17,6 +17,7 @@ import msgspec
 from penstock.batch import RankLoaded
 from penstock.config.engine import CacheConfig, EngineConfig, ParallelConfig
 from penstock.config.speculation import SpeculationConfig
+from penstock.engine.supervisor.class_choice import has_class
 from penstock.engine.supervisor.host_blocks import host_tier_bytes
 from penstock.engine.supervisor.host_choice import HostChoice
 from penstock.engine.supervisor.launch import LaunchPlan, resolve_replicas
@@ -28,6 +29,7 @@ from penstock.families.spec import ITEM_SIZES
 from penstock.hosts.member import Member
 from penstock.hosts.rank_host import Hosts
 from penstock.hosts.resources import HostResources
+from penstock.kernels.cpu.targets import AUTO
 from penstock.process.config import RankConfig
 
 
@@ -83,14 +85,20 @@ class PipeLayout:
     def look(self) -> list[str]:
         """Record which hosts are connected.
 
-        Returns a sentence for the user if more hosts can take stages now. To be called each second.
+        Returns sentences for the user if more hosts are there now. To be called each second.
         """
         there = self._hosts.names_there
         self._choice.look(there, self._clock())
         spare = set(there) - set(self._choice.laid_over)
         new = sorted(spare - self._spare_hosts)
         self._spare_hosts = spare
-        return [f"{_listed(new)} can take stages from the next epoch on."] if new else []
+        able = self._of_the_class(new)
+        notes = [f"{_listed(able)} can take stages from the next epoch on."] if able else []
+        wanted = self._config.parallel.numeric_class
+        unable = [name for name in new if name not in able]
+        return notes + [
+            f"{name} can take no stages: it does not support --numeric-class {wanted}." for name in unable
+        ]
 
     def tell(self, core: Member) -> None:
         """Send the core what has changed about its stages' hosts; to be called each second in service."""
@@ -105,7 +113,7 @@ class PipeLayout:
             loaded: by the number of a rank, what it reported when it had loaded.
             living: numbers of the ranks that still hold their weights.
         """
-        names = self._choice.next_hosts(self._hosts.names_there, self._clock())
+        names = self._choice.next_hosts(self._of_the_class(self._hosts.names_there), self._clock())
         if not names:
             return self._wait()
         if names == self._choice.laid_over:
@@ -119,6 +127,13 @@ class PipeLayout:
             return self._refuse(missing, names, describe(error)) if missing else Settlement(is_settled=True)
         self._awaited = self._refused = ()
         return Settlement(is_settled=True, notes=notes)
+
+    def _of_the_class(self, names: Sequence[str]) -> list[str]:
+        """Return those of these hosts that can compute in the class of `--numeric-class`."""
+        parallel = self._config.parallel
+        if parallel.numeric_class == AUTO:
+            return list(names)
+        return [name for name in names if has_class(parallel, self._hosts[name].resources())]
 
     def _wait(self) -> Settlement:
         """Return a settlement that waits for a host, with a note to the user once for each loss."""

@@ -281,6 +281,19 @@ def test_r15_a_host_that_was_not_there_before_takes_the_place_of_a_lost_one(laid
     assert laid.settle() == Settlement(is_settled=True), "so many serve together as at the start"
 
 
+@pytest.mark.parametrize("parallel", [{"numeric_class": "avx2"}], ids=str)
+def test_r15_a_host_without_the_numeric_class_keeps_no_other_from_taking_over(laid: Laid) -> None:
+    laid.lose("desk")
+    attic = laid.by_name["attic"] = StandInHost("attic", "tcp")
+    attic.numeric_classes = ("neon",)
+    laid.hosts.add(attic)
+    assert laid.layout.look() == ["attic can take no stages: it does not support --numeric-class avx2."]
+    assert laid.layout.look() == [], "said once"
+    laid.settle()
+    laid.clock.advance(LIMIT_S)
+    assert laid.settle() == Settlement(is_settled=True, notes=["without desk: stage 1 goes to tower."])
+
+
 @pytest.mark.parametrize("parallel", [{"tensor_parallel_size": "1,2,1"}], ids=str)
 def test_r15_ranks_that_share_a_stage_go_to_the_same_host(laid: Laid) -> None:
     laid.lose("desk")
