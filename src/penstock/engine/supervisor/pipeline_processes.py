@@ -352,10 +352,7 @@ class PipelineProcesses:
 
     def _has_moved(self, index: int) -> bool:
         """Return whether a rank has another place in the plan than it was started at."""
-        if index == CORE:
-            return False
-        placed = self._placed[index]  # its links are made anew in each epoch, whatever they hold
-        return placed != msgspec.structs.replace(self._plan.ranks[index], link_frames=placed.link_frames)
+        return index != CORE and not _is_same_place(self._placed[index], self._plan.ranks[index])
 
     def _bury(self, index: int) -> None:
         self._watch.reap(self._members.pop(index))
@@ -418,6 +415,11 @@ def _has_loaded(rank: RankConfig, member: Member, event: child_process.WeightsLo
     return StageLoaded(
         **_named(rank), process=member.identity, bytes_read=event.bytes_read, seconds=event.seconds
     )
+
+
+def _is_same_place(one: RankConfig, other: RankConfig) -> bool:
+    """Return whether two configs of a rank differ in its links at most, which each epoch makes anew."""
+    return one == msgspec.structs.replace(other, link_frames=one.link_frames)
 
 
 def _replacement(rank: RankConfig, ranks: Iterable[RankLoaded], first_load: FirstLoad) -> RankConfig:
