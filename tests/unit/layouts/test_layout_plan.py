@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from penstock.cli.plans import plan_devices
 from penstock.cli.program import run
 from penstock.cli.terminal import Invocation
+from penstock.config.engine import EngineConfig
+from penstock.errors import UsageError
 from published_shapes import write_shape
 
 
@@ -258,6 +261,22 @@ def test_what_cannot_be_planned_is_refused_in_words(
     assert exit_code == code, err
     assert what in err
     assert "Traceback" not in err
+
+
+def test_hosts_join_whatever_is_set_for_each_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[EngineConfig] = []
+
+    def open_hosts(config: EngineConfig, _: object) -> None:
+        asked.append(config)
+        raise UsageError("hosts were waited for.")
+
+    monkeypatch.setattr(plan_devices, "open_hosts", open_hosts)
+    words = ["--devices", "joined", "--hosts", "3", "--listen-workers", "127.0.0.1:7700"]
+    words += ["--join-token-file", str(tmp_path / "token"), "--pp", "2", "--threads-per-rank", "1,2"]
+    code, _, err = plan("demo", *words)
+    assert (code, "hosts were waited for" in err) == (2, True), err
+    (config,) = asked
+    assert (config.cluster.hosts, config.parallel.pipeline_parallel_size) == (3, 3), "a stage for each"
 
 
 @pytest.mark.parametrize(

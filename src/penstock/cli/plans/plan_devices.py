@@ -17,7 +17,7 @@ import msgspec
 from penstock.cli.plans.spoken_events import Speaker
 from penstock.cli.terminal import Invocation, printable
 from penstock.config.declared import configured_engine
-from penstock.config.engine import EngineConfig, SchedulerConfig
+from penstock.config.engine import EngineConfig, ParallelConfig, SchedulerConfig
 from penstock.engine.supervisor.auto_partition import choose_partition
 from penstock.engine.supervisor.launch import QUANTIZATION_BITS, longest_request
 from penstock.errors import NotEnoughMemoryError, UsageError
@@ -202,7 +202,8 @@ class _Question:
                 remedy="Add --hosts N, and the other flags that `penstock serve` needs with it.",
                 param="devices",
             )
-        parallel = msgspec.structs.replace(self._config.parallel, pipeline_parallel_size=hosts)
+        # A stage for each host: the number that the user wants, and settings for each, do not matter yet.
+        parallel = ParallelConfig(pipeline_parallel_size=hosts, backend=self._config.parallel.backend)
         config = msgspec.structs.replace(self._config, parallel=parallel)
         with contextlib.closing(open_hosts(config, Voices(speaker.note, speaker.caution))) as gathered:
             gathered.gather([])
