@@ -91,7 +91,7 @@ class Launched:
             )
 
     def serve(self, words: Sequence[str], token_file: Path | None, run: Run, invocation: Invocation) -> int:
-        """Run `penstock serve` as the head, and return its exit code.
+        """Run `penstock serve` as the head, and return its exit code. A host that is alone has no workers.
 
         Args:
             words: the words behind `--`, the model first.
@@ -104,10 +104,12 @@ class Launched:
                 remedy="Name the model after `--`: `penstock worker --slurm --join-token-file F -- MODEL "
                 "--pp 2`.",
             )
-        own = ["--hosts", str(self._place.num_hosts), "--join-token-file", str(_shared(token_file))]
-        assert self.head is not None
-        listen = ["--listen-workers", f"0.0.0.0:{self.head[1]}"]
-        return run(["serve", *words, *own, *listen], replace(invocation, origins={}))
+        own: list[str] = []
+        if self._place.num_hosts > 1:
+            assert self.head is not None
+            own += ["--hosts", str(self._place.num_hosts), "--join-token-file", str(_shared(token_file))]
+            own += ["--listen-workers", f"0.0.0.0:{self.head[1]}"]
+        return run(["serve", *words, *own], replace(invocation, origins={}))
 
 
 def _shared(token_file: Path | None) -> Path:

@@ -84,6 +84,14 @@ def test_i2_pods_of_one_group_run_the_same_line() -> None:
     assert (launched.head, launched.name()) == (("llm-0.llm.default", 7700), "llm-0-1")
 
 
+def test_i2_a_job_of_one_host_serves_there_without_workers() -> None:
+    """`penstock serve` refuses an address for workers where no worker can come."""
+    alone = LWS | {"LWS_WORKER_INDEX": "0", "LWS_GROUP_SIZE": "1"}
+    for token_file in (TOKEN, None):
+        (line,) = serve(Launched("lws", alone, ""), ["demo", "--pp", "2"], token_file).lines
+        assert line == ["serve", "demo", "--pp", "2"]
+
+
 def test_i2_an_address_that_is_given_counts() -> None:
     assert Launched("torchrun", SECOND, "10.0.0.1:7799").head == ("10.0.0.1", 7799)
     (line,) = serve(Launched("torchrun", TORCHRUN, "10.0.0.1:7799"), ["demo"]).lines
