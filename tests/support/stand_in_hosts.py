@@ -153,7 +153,7 @@ class StandInHost:
         self.spare_bytes = 0
         self.num_forgotten = 0
         self.free_bytes, self.num_gpus = 1 << 34, 0
-        self.numeric_classes = ("portable", "avx2")
+        self.numeric_classes: tuple[str, ...] = ("portable", "avx2")
         self.known_clocks: list[HostClock] = []
         self.news, self._bell = socket.socketpair()
         self.news.setblocking(False)
