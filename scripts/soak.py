@@ -45,6 +45,8 @@ WEIGHTS = {
     MUTANTS: 4_500,
     "tests/pipeline/test_golden_grid.py": 4_000,
     "tests/pipeline/test_speculation.py": 3_500,
+    "tests/unit/kernels/test_sanitizer.py": 3_000,
+    "tests/unit/scheduler/test_stage_agreement.py": 2_500,
     NO_COMPILER: 500,
 }
 PART_LIMIT_S = 5400.0  # the longest part takes an hour on two slow cores beside two others
