@@ -37,7 +37,6 @@ class Laid:
         self,
         *names: str,
         cache: CacheConfig | None = None,
-        speculation: SpeculationConfig | None = None,
         model: str = "demo",
         draft: str | None = None,
         **parallel: Any,
@@ -50,7 +49,7 @@ class Laid:
             model=ModelConfig(model=model),
             parallel=ParallelConfig(**{"pipeline_parallel_size": 3} | parallel),
             cache=cache or CacheConfig(),
-            speculation=speculation or SpeculationConfig(speculative_model=draft),
+            speculation=SpeculationConfig(speculative_model=draft),
             cluster=HostsConfig(rejoin_timeout_s=LIMIT_S),
         )
         *_, plan = resolve_replicas(config, self.hosts.resources())  # of the last replica
@@ -364,7 +363,7 @@ def test_r15_settings_of_each_rank_of_all_replicas_are_those_of_its_replica_afte
 
 
 def test_r15_a_draft_model_that_runs_already_needs_no_memory_a_second_time() -> None:
-    laid = Laid("tower", "desk", "shelf", speculation=SpeculationConfig(speculative_model="demo"))
+    laid = Laid("tower", "desk", "shelf", draft="demo")
     try:
         drafter = laid.layout.plan.core.drafter
         assert drafter is not None
