@@ -1,15 +1,19 @@
 """How far predictions of a layout are from what the engine does here: time per token, first token, bubble.
 
     python benchmarks/plan_accuracy.py [--models demo,0.5B] [--layouts 1x1,2x1,3x1,1x2,2x2] [--points 6]
-                                       [--seed 0] [--window-s 4] [--max-tokens 16384]
+                                       [--seed 0] [--rounds 3] [--window-s 2] [--max-tokens 16384]
 
 For each model and layout (stages x ranks) an engine is started. It is calibrated at a few fixed points: what
 the stages report there teaches the cost model of the scheduler, as the engine's own calibration does; what
-is left of the measured times is taken for what lies between steps. Then points are drawn from the seed:
+is left of the measured times is taken for what lies between steps. Other points are drawn from the seed:
 concurrency 1 to 64 and prompts of 16 to 1,024 tokens, both evenly on a scale of powers, none of them a point
 of the calibration. At each point so many requests decode; the time per token and the bubble are those of a
 window in which all of them do, and the first token is that of one more request, sent while all others
 decode, the median of several. Predictions are those of `layouts.prediction`, which `penstock plan` uses.
+
+The speed of a machine that others share drifts by 10 to 20 % from minute to minute. So points of both kinds
+are measured in turns, in several rounds, each in an order that the seed draws, and the means of the rounds
+are compared.
 
 Engines do not speculate: how many guesses are right depends on the text, which no prediction knows.
 
@@ -21,12 +25,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import bisect
+import collections
 import contextlib
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,27 +46,46 @@ from penstock.config.engine import CacheConfig, ModelConfig, SchedulerConfig
 from penstock.engine.core.cost_learning import OVERHEAD, step_times
 from penstock.layouts.devices import Link
 from penstock.layouts.model_sizes import ModelSizes, read_sizes
-from penstock.layouts.prediction import NO_TURNS, Load, Prediction, Turns, predict
+from penstock.layouts.prediction import NO_TURNS, Load, Prediction, Turns, TurnTime, predict
 from penstock.layouts.stage_times import ObservedTimes, StageTimes
 from penstock.planner.mix import Mix
 from penstock.scheduler.cost_model import CostModel, StageCost, StepSample, StepShape, attended_by
+from penstock.scheduler.pacing import MIN_CHUNK
 from penstock.trace.phases import BUSY
 
 MODELS = ("demo", "0.5B")
 LAYOUTS = "1x1,2x1,3x1,1x2,2x2"
 CALIBRATION = (
-    *((1, 48), (1, 700), (2, 100), (3, 160), (6, 40), (12, 24), (12, 400), (24, 32), (48, 64), (64, 24)),
+    *(
+        (1, 20),
+        (1, 200),
+        (1, 700),
+        (2, 100),
+        (3, 160),
+        (6, 40),
+        (6, 600),
+        (12, 24),
+        (12, 300),
+        (24, 32),
+        (24, 250),
+    ),
+    *((48, 64), (64, 24)),
 )  # (concurrency, prompt tokens)
 MAX_CONCURRENCY, MAX_PROMPT, MIN_PROMPT = 64, 1024, 16
 MAX_LEN = 2048
 SETTLE_TOKENS = 4  # of each request, before a window begins
 NEAR_THE_END = 64  # tokens: of a request that ends soon
 REPORT_S = 1.6  # a stage reports about once a second
-FIRST_TOKENS = 15  # requests whose first token is timed at a point
+FIRST_TOKENS = 9  # requests whose first token is timed at a point, in each round
+LOOK_S = 0.02  # between two looks at how long the requests are
+FEW_STEPS = 5  # fewer like steps of a point say nothing
+FITS = 4  # times that what lies between steps is corrected by what is left of the measured times
 NO_WAY = Link(kind="memory", bytes_per_s=1e18, latency_s=0.0)  # links are part of what stages report
 COUNTED = (*BUSY, *OVERHEAD)
 
 Errors = tuple[float, float, float]  # of the time per token, the first token, the bubble
+Length = tuple[int, float]  # nanoseconds, and tokens of a request then, prompt and answer
+Ran = tuple[int, int, float]  # nanoseconds of a request's start and end, and tokens of the others then
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +102,9 @@ class Measured:
 
     Attributes:
         context: tokens that a request had behind it in the middle of the window.
+        spread: the standard deviation of the times of the window's steps, as a share of their mean.
         samples: [stage] what the stages reported of the window's steps.
-        prefills: [stage] the same of the chunks of prompts that ran alone; only with one request.
+        chunks: [stage] the same of the plans with a chunk of the prompts whose first token was timed.
     """
 
     point: Point
@@ -86,8 +112,27 @@ class Measured:
     ttft_s: float
     bubble: float
     context: int
+    spread: float
     samples: list[list[StepSample]]
-    prefills: list[list[StepSample]]
+    chunks: list[list[StepSample]]
+
+    @classmethod
+    def mean(cls, rounds: Sequence[Measured]) -> Measured:
+        """Return the means of several rounds at one point, with the steps of all.
+
+        That of the time per token is the harmonic one: rounds are equally long, and in a slow one are fewer.
+        """
+        stages = range(len(rounds[0].samples))
+        return cls(
+            point=rounds[0].point,
+            time_per_token_s=statistics.harmonic_mean([each.time_per_token_s for each in rounds]),
+            ttft_s=statistics.mean(each.ttft_s for each in rounds),
+            bubble=statistics.mean(each.bubble for each in rounds),
+            context=round(statistics.mean(each.context for each in rounds)),
+            spread=statistics.mean(each.spread for each in rounds),
+            samples=[[step for each in rounds for step in each.samples[stage]] for stage in stages],
+            chunks=[[step for each in rounds for step in each.chunks[stage]] for stage in stages],
+        )
 
 
 class Engine:
@@ -116,53 +161,54 @@ class Engine:
                 await asyncio.sleep(0.01)
                 self._check(tasks)
             tokens_before, began_ns = sum(self._num_tokens.values()), time.monotonic_ns()
-            context = await self._pass_window()
+            lengths = await self._pass_window()
             tokens, ended_ns = sum(self._num_tokens.values()), time.monotonic_ns()
             self._check(tasks)
             await asyncio.sleep(REPORT_S)
             spans = await self._spans()
-            ttft_s, alone_ns = await self._first_tokens(tasks, point)
-            await asyncio.sleep(REPORT_S if alone_ns else 0.0)
-            later = await self._spans() if alone_ns else []
+            ttft_s, ran = await self._first_tokens(tasks, point)
+            await asyncio.sleep(REPORT_S)
+            later = await self._spans()
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        samples = [
+            _decodes(_of_stage(spans, stage), began_ns, ended_ns, lengths)
+            for stage in range(self._num_stages)
+        ]
         return Measured(
             point=point,
             time_per_token_s=(ended_ns - began_ns) / 1e9 * point.concurrency / (tokens - tokens_before),
             ttft_s=ttft_s,
             bubble=_bubble(spans, self._num_stages, began_ns, ended_ns),
-            context=context,
-            samples=[
-                _decodes(_of_stage(spans, stage), began_ns, ended_ns, context)
+            context=round(statistics.mean(length for _, length in lengths)),
+            spread=statistics.mean(map(_spread, samples)),
+            samples=samples,
+            chunks=[
+                _chunks(_of_stage(later, stage), ran, point, max(1, _usual_tokens(samples[stage])))
                 for stage in range(self._num_stages)
-            ],
-            prefills=[
-                _chunks(_of_stage(later, stage), alone_ns, point.prompt) for stage in range(self._num_stages)
             ],
         )
 
-    async def _pass_window(self) -> int:
-        """Wait for the end of the window, and return the mean length of the requests in it.
+    async def _pass_window(self) -> list[Length]:
+        """Wait for the end of the window, and return the mean length of the requests at times in it.
 
         It ends early where a request is about to end, for the prompt of the next would be part of it.
         """
-        lengths, ends_at = [], time.monotonic() + self._window_s
+        lengths: list[Length] = []
+        ends_at = time.monotonic() + self._window_s
         while time.monotonic() < ends_at and max(self._lengths.values()) < MAX_LEN - NEAR_THE_END:
-            lengths.append(statistics.mean(self._lengths.values()))
-            await asyncio.sleep(0.02)
-        return round(statistics.mean(lengths))
+            lengths.append((time.monotonic_ns(), statistics.mean(self._lengths.values())))
+            await asyncio.sleep(LOOK_S)
+        return lengths
 
-    async def _first_tokens(
-        self, tasks: list[asyncio.Task[None]], point: Point
-    ) -> tuple[float, list[tuple[int, int]]]:
-        """Seconds to the first token of one more request beside all others but one; and where nobody else
-        runs, when each of these requests ran."""
+    async def _first_tokens(self, tasks: list[asyncio.Task[None]], point: Point) -> tuple[float, list[Ran]]:
+        """Seconds to the first token of one more request beside all others but one, and when such ran."""
         tasks.pop().cancel()
         del self._num_tokens[point.concurrency - 1], self._lengths[point.concurrency - 1]
         await asyncio.sleep(0.1)
-        seconds, ran_ns = [], []
+        seconds, ran = [], []
         for _ in range(FIRST_TOKENS):
             began_ns = time.monotonic_ns()
             stream = self._llm.generate({"prompt_token_ids": self._prompt(point.prompt)}, _sampling(2))
@@ -171,9 +217,10 @@ class Engine:
                 seconds.append((time.monotonic_ns() - began_ns) / 1e9)
                 async for _output in stream:
                     pass
-            ran_ns.append((began_ns, time.monotonic_ns()))
+            length = statistics.mean(self._lengths.values()) if self._lengths else 0.0
+            ran.append((began_ns, time.monotonic_ns(), length))
             await asyncio.sleep(self._random.uniform(0.02, 0.12))
-        return statistics.median(seconds), ran_ns if point.concurrency == 1 else []
+        return statistics.median(seconds), ran
 
     async def _decode(self, index: int, num_prompt: int) -> None:
         """Decode until it is cancelled, again if need be."""
@@ -235,28 +282,71 @@ def _steps(report: StageSpans) -> Iterator[tuple[int, int, StepSample]]:
             yield starts[index], num_tokens, StepSample(shape, own.forward_s, own.sample_s, own.overhead_s)
 
 
-def _decodes(spans: Sequence[StageSpans], began_ns: int, ended_ns: int, context: int) -> list[StepSample]:
-    return [
-        sample._replace(shape=StepShape(num_tokens, num_tokens * context, num_tokens))
-        for report in spans
-        for at_ns, num_tokens, sample in _steps(report)
-        if began_ns <= at_ns < ended_ns
-    ]
-
-
-def _chunks(spans: Sequence[StageSpans], ran_ns: Sequence[tuple[int, int]], prompt: int) -> list[StepSample]:
-    """The chunks of prompts of requests that ran one after the other; decodes between them are left out."""
+def _decodes(
+    spans: Sequence[StageSpans], began_ns: int, ended_ns: int, lengths: Sequence[Length]
+) -> list[StepSample]:
+    """The steps of a window, each with the length that requests had then."""
     found = []
+    for report in spans:
+        for at_ns, num_tokens, sample in _steps(report):
+            if began_ns <= at_ns < ended_ns:
+                _, length = lengths[max(0, bisect.bisect_right(lengths, (at_ns, 0.0)) - 1)]
+                shape = StepShape(num_tokens, round(num_tokens * length), num_tokens)
+                found.append(sample._replace(shape=shape))
+    return found
+
+
+def _spread(samples: Sequence[StepSample]) -> float:
+    """The standard deviation of the times of the steps with most tokens, as a share of their mean."""
+    most = max((sample.shape.tokens for sample in samples), default=0)
+    seconds = [_seconds(sample) for sample in samples if sample.shape.tokens == most]
+    return statistics.stdev(seconds) / statistics.mean(seconds) if len(seconds) > 1 else 0.0
+
+
+def _seconds(sample: StepSample) -> float:
+    return sample.forward_s + (sample.sample_s or 0.0) + sample.overhead_s
+
+
+def _usual_tokens(samples: Sequence[StepSample]) -> int:
+    """The number of tokens that most steps have; 0 without steps."""
+    numbers = collections.Counter(sample.shape.tokens for sample in samples)
+    return numbers.most_common(1)[0][0] if numbers else 0
+
+
+def _chunks(
+    spans: Sequence[StageSpans], ran: Sequence[Ran], point: Point, usual_tokens: int
+) -> list[StepSample]:
+    """The plans with chunks of the requests that came one after the other, beside all others but one.
+
+    Plans that are hardly larger than those of decodes are left out.
+
+    Args:
+        usual_tokens: tokens of a plan without prompts.
+    """
+    found = []
+    micro_batches = max(1, round(point.concurrency / usual_tokens))
+    rows = round((point.concurrency - 1) / micro_batches)
+    least = rows + (MIN_CHUNK if rows else 1)
     steps = [each for report in spans for each in _steps(report)]
-    for began_ns, ended_ns in ran_ns:
+    for began_ns, ended_ns, length in ran:
         start = 0
         for at_ns, num_tokens, sample in steps:
-            if began_ns <= at_ns < ended_ns and start < prompt:
-                is_last = start + num_tokens >= prompt
-                shape = StepShape(num_tokens, attended_by(start, num_tokens), int(is_last))
-                found.append(sample._replace(shape=shape))
-                start += num_tokens
+            if began_ns <= at_ns < ended_ns and start < point.prompt and num_tokens >= least:
+                count = num_tokens - rows
+                is_last = start + count >= point.prompt
+                attended = round(rows * length) + attended_by(start, count)
+                found.append(sample._replace(shape=StepShape(num_tokens, attended, rows + is_last)))
+                start += count
     return found
+
+
+def _corrected(turn: TurnTime, rests: Sequence[tuple[float, float]]) -> TurnTime:
+    """Return the line with what is left, by rows, added to it; it nowhere falls below 0."""
+    if not rests:
+        return turn
+    row_s = max(0.0, turn.row_s + (_slope([rests]) or 0.0))
+    left = [rest_s - (row_s - turn.row_s) * rows for rows, rest_s in rests]
+    return TurnTime(max(0.0, turn.step_s + statistics.mean(left)), row_s)
 
 
 def typical(samples: Sequence[StepSample]) -> list[StepSample]:
@@ -271,7 +361,9 @@ def typical(samples: Sequence[StepSample]) -> list[StepSample]:
         alike.setdefault((shape.tokens, shape.samples, shape.attended.bit_length()), []).append(sample)
     return [
         StepSample(
-            shape=own[len(own) // 2].shape,
+            shape=own[0].shape._replace(
+                attended=round(statistics.mean(sample.shape.attended for sample in own))
+            ),
             forward_s=statistics.mean(sample.forward_s for sample in own),
             sample_s=statistics.mean(sample.sample_s or 0.0 for sample in own),
             overhead_s=statistics.mean(sample.overhead_s for sample in own),
@@ -288,53 +380,47 @@ class Calibrated:
     alone: list[StageTimes]
     turns: Turns = NO_TURNS
     plans_ahead: int = 0
+    spread: float = 0.0
 
     @classmethod
     def of(cls, measured: Sequence[Measured], num_stages: int, sizes: ModelSizes) -> Calibrated:
-        """Learn from the points of the calibration: first what stages take, then what lies between steps."""
-        model = CostModel(num_stages)
-        decodes: dict[bool, list[list[StepSample]]] = {}
-        for alone in (False, True):
-            decodes[alone] = [[] for _ in range(num_stages)]
-        for stage in range(num_stages):
-            for each in measured:
-                is_alone = each.point.concurrency == 1
-                decodes[is_alone][stage] += typical(each.samples[stage])
-            chunks = [sample for each in measured for sample in typical(each.prefills[stage])]
-            if num_stages == 1:
-                both = decodes[True][stage] + decodes[False][stage]
-                decodes[True][stage] = decodes[False][stage] = both
-            model.learn(stage, decodes[True][stage] + chunks, alone=True)
-            if num_stages > 1:
-                model.learn(stage, decodes[False][stage] + chunks, alone=False)
-        of_many, of_one = model.costs(), model.costs(alone=True)
-        assert of_many is not None, "every stage reports"
-        assert of_one is not None, "one request alone was measured"
-        known = cls(
-            shared=list(map(observed, of_many, decodes[False])),
-            alone=list(map(observed, of_one, decodes[True])),
-        )
-        known = replace(known, turns=known._turns(measured, sizes))
-        both_depths = [replace(known, plans_ahead=ahead) for ahead in (0, 1)]
-        best = min(both_depths, key=lambda each: each._first_token_error(measured, sizes))
-        return best
+        """Learn from the points of the calibration: first what stages take, then what lies between steps.
 
-    def _turns(self, measured: Sequence[Measured], sizes: ModelSizes) -> Turns:
-        """What is left of the measured cycles, as a line over the rows of a micro-batch; and what is left of
-        first tokens where nobody else runs."""
-        rests = []
+        Steps with all requests of a point are those of a single micro-batch, for which one stage after the
+        other computes.
+        """
+        shared, alone = (
+            [_stage_times(measured, stage, num_stages, alone=is_alone) for stage in range(num_stages)]
+            for is_alone in (False, True)
+        )
+        known = cls(shared=shared, alone=alone, spread=statistics.mean(each.spread for each in measured))
+        for _ in range(FITS):
+            known = replace(known, turns=known._corrected_turns(measured, sizes))
+        both_depths = [replace(known, plans_ahead=ahead)._with_ways(measured, sizes) for ahead in (0, 1)]
+        return min(both_depths, key=lambda each: each._first_token_error(measured, sizes))
+
+    def _corrected_turns(self, measured: Sequence[Measured], sizes: ModelSizes) -> Turns:
+        """Return the turns with what is left of the measured cycles, as lines over a micro-batch's rows."""
+        rests: dict[bool, list[tuple[float, float]]] = {False: [], True: []}  # by whether there is one plan
         for each in measured:
             predicted = self.predict(each.point, each.context, sizes)
             rows = -(-each.point.concurrency // predicted.micro_batches)
-            rests.append((rows, each.time_per_token_s - predicted.time_per_token_s))
-        row_s = max(0.0, _slope([rests]) or 0.0)
-        step_s = max(0.0, statistics.mean(rest - row_s * rows for rows, rest in rests))
-        firsts = [
-            each.ttft_s - self.predict(each.point, each.context, sizes).ttft_s
-            for each in measured
-            if each.point.concurrency == 1
-        ]
-        return Turns(step_s=step_s, row_s=row_s, request_s=max(0.0, statistics.mean(firsts)))
+            rest_s = each.time_per_token_s - predicted.time_per_token_s
+            rests[predicted.micro_batches == 1].append((rows, rest_s))
+        shared = _corrected(self.turns.shared, rests[False])
+        return replace(self.turns, shared=shared, alone=_corrected(self.turns.alone, rests[True]))
+
+    def _with_ways(self, measured: Sequence[Measured], sizes: ModelSizes) -> Calibrated:
+        """Learn what is left of first tokens: where nobody else runs, and for each request that does."""
+        rests: dict[int, list[float]] = {}
+        for each in measured:
+            rest_s = each.ttft_s - self.predict(each.point, each.context, sizes).ttft_s
+            rests.setdefault(each.point.concurrency - 1, []).append(rest_s)
+        request_s = max(0.0, statistics.mean(rests.pop(0)))
+        lines = [(others, rest_s - request_s) for others, own in rests.items() for rest_s in own]
+        others_s = sum(others * rest for others, rest in lines) / sum(others**2 for others, _ in lines)
+        turns = replace(self.turns, request_s=request_s, others_s=max(0.0, others_s))
+        return replace(self, turns=turns)
 
     def _first_token_error(self, measured: Sequence[Measured], sizes: ModelSizes) -> float:
         return statistics.mean(
@@ -351,28 +437,68 @@ class Calibrated:
             cache=CacheConfig(),
             turns=self.turns,
             plans_ahead=self.plans_ahead,
+            spread=self.spread,
         )
         links = [link] * len(self.shared)
         return predict(self.shared, links, 1 << 40, load, sizes, alone=self.alone)
 
 
-def observed(cost: StageCost, samples: Sequence[StepSample]) -> StageTimes:
-    """Return the times of a stage: its learnt cost, and of decodes the means by rows, without attention.
+def _stage_times(measured: Sequence[Measured], stage: int, num_stages: int, *, alone: bool) -> StageTimes:
+    """Return the times of one stage, as observed while no other stage computed, or while others did.
 
-    What attention takes in decodes is learnt from those of as many rows with other contexts. Without such it
-    counts as in prompts, though a decode reads keys and values for a single token.
+    Where there are no such steps, those of the other kind stand for them.
     """
-    by_rows: dict[int, list[tuple[int, float]]] = {}
-    for sample in samples:
-        seconds = sample.forward_s + (sample.sample_s or 0.0) + sample.overhead_s
-        by_rows.setdefault(sample.shape.tokens, []).append((sample.shape.attended, seconds))
+    chunks: dict[bool, list[StepSample]] = {False: [], True: []}
+    decodes: dict[bool, list[list[StepSample]]] = {False: [], True: []}
+    for each in measured:
+        count = each.point.concurrency
+        chunks[count == 1] += typical(each.chunks[stage])
+        for is_alone in (False, True):
+            own = [
+                step
+                for step in each.samples[stage]
+                if (num_stages > 1 and step.shape.tokens == count) == is_alone
+            ]
+            decodes[is_alone].append(own)
+    known = alone if any(decodes[alone]) else not alone
+    return observed(decodes[known], chunks[alone] or chunks[True])
+
+
+def learnt(samples: Sequence[StepSample]) -> StageCost:
+    """Return the cost that the scheduler's model learns from these steps of one stage."""
+    model = CostModel(1)
+    model.learn(0, samples, alone=True)
+    costs = model.costs()
+    assert costs is not None, "there are steps"
+    return costs[0]
+
+
+def observed(points: Sequence[Sequence[StepSample]], chunks: Sequence[StepSample]) -> StageTimes:
+    """Return the times of a stage: of decodes the means by rows without attention, of all else a learnt cost.
+
+    The cost of the layers is learnt from plans with chunks of prompts, and that of the head from decodes too.
+    What attention takes in decodes is learnt from points with as many rows and other contexts.
+
+    Args:
+        points: the decodes of each.
+    """
+    decodes = [sample for own in points for sample in own]
+    of_all, cost = learnt([*typical(decodes), *chunks]), learnt(chunks)
+    cost = replace(cost, head_read=of_all.head_read, per_sample=of_all.per_sample)
+    by_rows: dict[int, list[tuple[float, float]]] = {}
+    for own in points:
+        rows = _usual_tokens(own)
+        usual = [sample for sample in own if sample.shape.tokens == rows]
+        if len(usual) >= FEW_STEPS:
+            attended = statistics.mean(sample.shape.attended for sample in usual)
+            by_rows.setdefault(rows, []).append((attended, statistics.mean(map(_seconds, usual))))
     slope = _slope(list(by_rows.values()))
     per_attended = cost.per_attended if slope is None else max(0.0, slope)
-    decodes = (
+    points = (
         (rows, statistics.mean(max(0.0, seconds - per_attended * attended) for attended, seconds in own))
         for rows, own in by_rows.items()
     )
-    return ObservedTimes(cost=cost, per_attended=per_attended, decodes=tuple(sorted(decodes)))
+    return ObservedTimes(cost=cost, per_attended=per_attended, decodes=tuple(sorted(points)))
 
 
 def _slope(groups: Sequence[Sequence[tuple[float, float]]]) -> float | None:
@@ -426,17 +552,45 @@ async def running(model: str, pp: int, tp: int, **more: object) -> AsyncIterator
 async def run_layout(label: str, model: str, pp: int, tp: int, options: argparse.Namespace) -> list[Errors]:
     """Print a row for each point; returns their errors."""
     sizes = read_sizes(ModelConfig(model=model))
-    errors = []
+    points = draw(options.seed, f"{label} {pp}x{tp}", options.points, options.max_tokens)
     async with running(model, pp, tp) as llm:
         engine = Engine(llm, pp, sizes.spec.vocab_size, options.window_s)
-        fixed = [Point(*each) for each in CALIBRATION if each[0] * each[1] <= options.max_tokens]
-        calibrated = Calibrated.of([await engine.measure(point) for point in fixed], pp, sizes)
-        for point in draw(options.seed, f"{label} {pp}x{tp}", options.points, options.max_tokens):
-            measured = await engine.measure(point)
-            predicted = calibrated.predict(point, measured.context, sizes)
-            errors.append(errors_of(measured, predicted))
-            print(row([label, f"{pp}x{tp}"], measured, predicted), flush=True)
+        calibrated, drawn = await in_rounds(engine, points, pp, sizes, options)
+    errors = []
+    for measured in drawn:
+        predicted = calibrated.predict(measured.point, measured.context, sizes)
+        errors.append(errors_of(measured, predicted))
+        print(row([label, f"{pp}x{tp}"], measured, predicted), flush=True)
     return errors
+
+
+async def ready(_: Point) -> None:
+    """Prepare nothing: the engine is ready for the point."""
+
+
+async def in_rounds(
+    engine: Engine,
+    points: Sequence[Point],
+    num_stages: int,
+    sizes: ModelSizes,
+    options: argparse.Namespace,
+    prepare: Callable[[Point], Awaitable[None]] = ready,
+) -> tuple[Calibrated, list[Measured]]:
+    """Measure the calibration and other points in turns; returns what is learnt, and the other points.
+
+    Args:
+        prepare: is awaited before a point is measured.
+    """
+    fixed = [Point(*each) for each in CALIBRATION if each[0] * each[1] <= options.max_tokens]
+    source = random.Random(f"{options.seed} order")
+    rounds: dict[Point, list[Measured]] = {point: [] for point in (*fixed, *points)}
+    for _ in range(options.rounds):
+        for point in source.sample(list(rounds), len(rounds)):
+            await prepare(point)
+            rounds[point].append(await engine.measure(point))
+    means = {point: Measured.mean(own) for point, own in rounds.items()}
+    calibrated = Calibrated.of([means[point] for point in fixed], num_stages, sizes)
+    return calibrated, [means[point] for point in points]
 
 
 def errors_of(measured: Measured, predicted: Prediction) -> Errors:
@@ -487,7 +641,8 @@ def main() -> int:
     parser.add_argument("--layouts", default=LAYOUTS, help="stages x ranks of each")
     parser.add_argument("--points", type=int, default=6, help="of each model and layout")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--window-s", type=float, default=4.0)
+    parser.add_argument("--rounds", type=int, default=3, help="in which all points are measured once")
+    parser.add_argument("--window-s", type=float, default=2.0)
     parser.add_argument("--max-tokens", type=int, default=16384, help="of all prompts of a point together")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="plan-accuracy-") as scratch:

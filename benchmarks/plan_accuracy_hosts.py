@@ -1,13 +1,14 @@
 """How far predictions of a layout over two hosts are from what the engine does: as `plan_accuracy.py` does.
 
-    python benchmarks/plan_accuracy_hosts.py [--model demo|0.5B|DIR] [--points 8] [--seed 0] [--window-s 4]
-                                             [--rates 1000,100] [--delays-ms 1:50] [--max-tokens 8192]
+    python benchmarks/plan_accuracy_hosts.py [--model demo|0.5B|DIR] [--points 8] [--seed 0] [--rounds 3]
+                         [--window-s 2] [--rates 1000,100] [--delays-ms 1:50] [--max-tokens 8192]
 
 Two hosts are network namespaces of this machine, each with one stage. The engine is calibrated over a link
-without delay. Then links are drawn from the seed: a rate of the given ones, and a delay, each way, evenly on
-a scale of powers. So are the loads. A prediction gets the calibrated stages, and the link as a user writes it
-down: its rate and its latency. docs/test-bed.md names what the machine needs; the program that delays packets
-shares the cores with the stages.
+without delay. Other links are drawn from the seed: a rate of the given ones, and a delay, each way, evenly on
+a scale of powers. So are the loads. Calibration and loads are measured in turns, in several rounds. A
+prediction gets the calibrated stages, and the link as a user writes it down: its rate and its latency.
+docs/test-bed.md names what the machine needs; the program that delays packets shares the cores with the
+stages.
 
 Prints a row for each point and the mean absolute errors. Run it on a quiet machine.
 """
@@ -27,18 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.checkpoint import FULL_SHAPE, make_checkpoint
-from plan_accuracy import (
-    CALIBRATION,
-    Calibrated,
-    Engine,
-    Errors,
-    Point,
-    draw,
-    errors_of,
-    mean_errors,
-    row,
-    running,
-)
+from plan_accuracy import Engine, Errors, Point, draw, errors_of, in_rounds, mean_errors, row, running
 
 from penstock.config.engine import ModelConfig
 from penstock.layouts.devices import Link
@@ -50,6 +40,7 @@ from network import Host, ShapedLink, shaped_network
 NUM_STAGES = 2
 PORT = 7700
 JUMBO = 9000  # bytes of a packet, where a program carries them
+NO_DELAY = Link(kind="network", bytes_per_s=1.25e9, latency_s=0.0)  # during calibration
 START_LIMIT_S = 120.0
 SETTLE_S = 3.0  # after a change of the link, until the engine has measured it
 
@@ -72,7 +63,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--points", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--window-s", type=float, default=4.0)
+    parser.add_argument("--rounds", type=int, default=3, help="in which all points are measured once")
+    parser.add_argument("--window-s", type=float, default=2.0)
     parser.add_argument("--rates", default="1000,100", help="Mbit/s of the links")
     parser.add_argument("--delays-ms", default="1:50", help="least and longest delay of a link, each way")
     parser.add_argument("--max-tokens", type=int, default=8192, help="of all prompts of a point together")
@@ -131,37 +123,47 @@ def serve_head(head: subprocess.Popen[str], hosts: Sequence[Host[ShapedLink]]) -
 
 
 async def be_head(told: dict[str, Any]) -> int:
-    """Be the head: calibrate, and measure each point over its link."""
-    model = told["model"]
-    sizes = read_sizes(ModelConfig(model=model))
-    rates, delays_ms = (
-        [*map(float, told[name].split(mark))] for name, mark in (("rates", ","), ("delays_ms", ":"))
-    )
-    source = random.Random(f"links {told['seed']}")
+    """Be the head: measure the calibration without delay, and each other point over its link."""
+    options = argparse.Namespace(**told)
+    sizes = read_sizes(ModelConfig(model=options.model))
+    links = draw_links(options)
+
+    async def prepare(point: Point) -> None:
+        await ask_for_link(links.get(point, NO_DELAY))
+
+    async with running(options.model, NUM_STAGES, 1, **options.settings) as llm:
+        engine = Engine(llm, NUM_STAGES, sizes.spec.vocab_size, options.window_s)
+        calibrated, drawn = await in_rounds(engine, list(links), NUM_STAGES, sizes, options, prepare)
+    print("| Mbit/s | delay, ms | at once | prompt | ms per token | first token, ms | bubble, % |")
+    print("|---|---|---|---|---|---|---|")
     errors: list[Errors] = []
-    async with running(model, NUM_STAGES, 1, **told["settings"]) as llm:
-        engine = Engine(llm, NUM_STAGES, sizes.spec.vocab_size, told["window_s"])
-        fixed = [Point(*each) for each in CALIBRATION if each[0] * each[1] <= told["max_tokens"]]
-        calibrated = Calibrated.of([await engine.measure(point) for point in fixed], NUM_STAGES, sizes)
-        print("| Mbit/s | delay, ms | at once | prompt | ms per token | first token, ms | bubble, % |")
-        print("|---|---|---|---|---|---|---|", flush=True)
-        for point in draw(told["seed"], "hosts", told["points"], told["max_tokens"]):
-            mbits = source.choice(rates)
-            delay_s = source.uniform(0, 1)
-            delay_s = delays_ms[0] * (delays_ms[1] / delays_ms[0]) ** delay_s / 1e3
-            await ask_for_link(mbits * 1e6, delay_s)
-            measured = await engine.measure(point)
-            link = Link(kind="network", bytes_per_s=mbits * 1e6 / 8, latency_s=delay_s)
-            predicted = calibrated.predict(point, measured.context, sizes, link)
-            errors.append(errors_of(measured, predicted))
-            print(row([f"{mbits:g}", f"{1e3 * delay_s:.1f}"], measured, predicted), flush=True)
+    for measured in drawn:
+        link = links[measured.point]
+        predicted = calibrated.predict(measured.point, measured.context, sizes, link)
+        errors.append(errors_of(measured, predicted))
+        labels = [f"{link.bytes_per_s * 8 / 1e6:g}", f"{1e3 * link.latency_s:.1f}"]
+        print(row(labels, measured, predicted))
     print(f"\nmean absolute errors over {len(errors)} points: {mean_errors(errors)}", flush=True)
     return 0
 
 
-async def ask_for_link(bits_per_s: float, delay_s: float) -> None:
+def draw_links(options: argparse.Namespace) -> dict[Point, Link]:
+    """Draw the points, and the link of each."""
+    rates = [*map(float, options.rates.split(","))]
+    shortest_ms, longest_ms = map(float, options.delays_ms.split(":"))
+    source = random.Random(f"links {options.seed}")
+    links = {}
+    for point in draw(options.seed, "hosts", options.points, options.max_tokens):
+        mbits = source.choice(rates)
+        delay_ms = shortest_ms * (longest_ms / shortest_ms) ** source.uniform(0, 1)
+        links[point] = Link(kind="network", bytes_per_s=mbits * 1e6 / 8, latency_s=delay_ms / 1e3)
+    return links
+
+
+async def ask_for_link(link: Link) -> None:
     """Have the links set, and wait until the engine has measured them."""
-    print(json.dumps({"bits_per_s": int(bits_per_s), "delay_s": delay_s}), flush=True)
+    told = {"bits_per_s": int(link.bytes_per_s * 8), "delay_s": link.latency_s}
+    print(json.dumps(told), flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     await asyncio.sleep(SETTLE_S)
 

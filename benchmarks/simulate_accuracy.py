@@ -1,13 +1,13 @@
 """A simulated pipe of two stages beside the same pipe on this machine: throughput and bubble.
 
-    python benchmarks/simulate_accuracy.py [--model demo] [--points 6] [--seed 0] [--window-s 4]
+    python benchmarks/simulate_accuracy.py [--model demo] [--points 6] [--seed 0] [--rounds 3] [--window-s 2]
                                            [--max-tokens 16384]
 
 An engine of two stages is started, calibrated and measured as in `plan_accuracy.py`: at a few fixed loads
-what stages take and what lies between steps is learnt, and other loads are drawn from the seed. Each of these
-is measured while all its requests decode, and simulated by the engine's own scheduler over stages of the
-learnt times. Throughput and the bubble should be within 10 % and 10 points; a row for each load, as Markdown.
-Run it on a quiet machine.
+what stages take and what lies between steps is learnt, and other loads are drawn from the seed; all are
+measured in turns, while all their requests decode. Each of the others is simulated by the engine's own
+scheduler over stages of the learnt times. Throughput and the bubble should be within 10 % and 10 points; a
+row for each load, as Markdown. Run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ import sys
 
 from peers.report import markdown
 from plan_accuracy import (
-    CALIBRATION,
     MAX_LEN,
     Calibrated,
     Engine,
     Measured,
-    Point,
     draw,
+    in_rounds,
     running,
     scheduler_config,
 )
@@ -51,7 +50,8 @@ def main() -> int:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--points", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--window-s", type=float, default=4.0)
+    parser.add_argument("--rounds", type=int, default=3, help="in which all loads are measured once")
+    parser.add_argument("--window-s", type=float, default=2.0)
     parser.add_argument("--max-tokens", type=int, default=16384, help="of all prompts of a load together")
     return asyncio.run(compare(parser.parse_args()))
 
@@ -59,29 +59,29 @@ def main() -> int:
 async def compare(options: argparse.Namespace) -> int:
     """Print the table; 0 if all loads are within the bars."""
     sizes = read_sizes(ModelConfig(model=options.model))
-    rows, fine = [], True
+    points = draw(options.seed, "simulated", options.points, options.max_tokens)
     async with running(options.model, NUM_STAGES, 1) as llm:
         engine = Engine(llm, NUM_STAGES, sizes.spec.vocab_size, options.window_s)
-        fixed = [Point(*each) for each in CALIBRATION if each[0] * each[1] <= options.max_tokens]
-        calibrated = Calibrated.of([await engine.measure(point) for point in fixed], NUM_STAGES, sizes)
-        for point in draw(options.seed, "simulated", options.points, options.max_tokens):
-            measured = await engine.measure(point)
-            micro_batches = calibrated.predict(point, measured.context, sizes).micro_batches
-            rate, bubble = simulate(measured, calibrated, micro_batches)
-            real = point.concurrency / measured.time_per_token_s
-            met = abs(rate / real - 1) <= RATE_BAR and abs(bubble - measured.bubble) <= BUBBLE_BAR
-            fine &= met
-            rows.append(
-                [
-                    f"{point.concurrency} x {point.prompt}",
-                    f"{real:.0f}",
-                    f"{rate:.0f}",
-                    f"{rate / real - 1:+.1%}",
-                    f"{measured.bubble:.1%}",
-                    f"{bubble:.1%}",
-                    "yes" if met else "no",
-                ]
-            )
+        calibrated, drawn = await in_rounds(engine, points, NUM_STAGES, sizes, options)
+    rows, fine = [], True
+    for measured in drawn:
+        point = measured.point
+        micro_batches = calibrated.predict(point, measured.context, sizes).micro_batches
+        rate, bubble = simulate(measured, calibrated, micro_batches)
+        real = point.concurrency / measured.time_per_token_s
+        met = abs(rate / real - 1) <= RATE_BAR and abs(bubble - measured.bubble) <= BUBBLE_BAR
+        fine &= met
+        rows.append(
+            [
+                f"{point.concurrency} x {point.prompt}",
+                f"{real:.0f}",
+                f"{rate:.0f}",
+                f"{rate / real - 1:+.1%}",
+                f"{measured.bubble:.1%}",
+                f"{bubble:.1%}",
+                "yes" if met else "no",
+            ]
+        )
     heads = ["load", "tokens/s", "simulated", "off by", "bubble", "simulated", "within"]
     print(markdown(heads, rows))
     return 0 if fine else 1
@@ -94,7 +94,7 @@ def simulate(measured: Measured, calibrated: Calibrated, micro_batches: int) -> 
         micro_batches: by which the rows of a plan are reckoned, for what lies between steps.
     """
     count = measured.point.concurrency
-    between_s = calibrated.turns.seconds(-(-count // micro_batches))
+    between_s = calibrated.turns.seconds(-(-count // micro_batches), alone=micro_batches == 1)
     pipeline = SimulatedPipe(
         stages=calibrated.shared,
         alone=calibrated.alone,
@@ -102,6 +102,7 @@ def simulate(measured: Measured, calibrated: Calibrated, micro_batches: int) -> 
         num_blocks=count * MAX_LEN // 16,
         max_model_len=MAX_LEN,
         has_known_costs=True,
+        spread=calibrated.spread,
     )
     output_len = min(MAX_OUTPUT, 2 * measured.context - 2)
     requests = [

@@ -43,11 +43,12 @@ def test_the_bubble_of_a_window_is_what_no_stage_computes() -> None:
     ]
     assert accuracy._bubble(spans, 2, 0, 10 * MS) == pytest.approx(0.4)
     assert accuracy._bubble(spans, 2, 2 * MS, 6 * MS) == pytest.approx(0.5)
-    (sample,) = accuracy._decodes(spans[:1], 0, MS, 100)
+    (sample,) = accuracy._decodes(spans[:1], 0, MS, [(-1, 100.0), (1, 200.0)])
     assert sample.shape == StepShape(3, 300, 3)
     assert (sample.forward_s, sample.sample_s) == (pytest.approx(0.004), pytest.approx(0.002))
-    first, *rest = accuracy._chunks(spans[:1], [(0, 10 * MS)], 3)
-    assert (first.shape, rest) == (StepShape(3, 6, 1), [])
+    (first,) = accuracy._chunks(spans[:1], [(0, 10 * MS, 0.0)], accuracy.Point(1, 3), 1)
+    assert first.shape == StepShape(3, 6, 1)
+    assert not accuracy._chunks(spans[:1], [(0, 10 * MS, 100.0)], accuracy.Point(3, 3), 3)
 
 
 def test_d7_what_was_learnt_predicts_what_was_measured() -> None:
@@ -66,8 +67,9 @@ def test_d7_what_was_learnt_predicts_what_was_measured() -> None:
             ttft_s=0.010,
             bubble=turn_s / cycle_s,
             context=context,
-            samples=[[step(rows, context, rows)] * 3],
-            prefills=[[step(prompt, prompt // 2, 1)] if concurrency == 1 else []],
+            spread=0.0,
+            samples=[[step(rows, context, rows)] * 5],
+            chunks=[[step(prompt, prompt // 2, 1)] if concurrency == 1 else []],
         )
 
     sizes = read_sizes(ModelConfig(model="demo"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.config.engine import PLANS_ON_WIRES, CacheConfig, SchedulerConfig
 from penstock.layouts.devices import Link
@@ -26,7 +27,22 @@ NO_STEP = StepShape(0, 0, 0)
 
 _TOKEN_BYTES = 64  # of the message that brings samples back from the last stage
 _FEW = 16  # every number of micro-batches up to this one is tried; beyond it, every fourth
-_MIN_GAIN = 0.05  # the share by which fewer micro-batches than stages must shorten the cycle to be taken
+_MIN_GAIN = 0.05  # the share by which another number of micro-batches must shorten the cycle to be taken
+
+
+class TurnTime(NamedTuple):
+    """The seconds from a result to the plan that needs it.
+
+    Attributes:
+        step_s: seconds for any plan.
+        row_s: seconds besides, for each row of the plan.
+    """
+
+    step_s: float = 0.0
+    row_s: float = 0.0
+
+
+_NO_TIME = TurnTime()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,19 +50,26 @@ class Turns:
     """The seconds for which the core and the API process hold up a request, and no stage computes for it.
 
     Attributes:
-        step_s: seconds from a result to the plan that needs it, without `row_s`.
-        row_s: seconds besides, for each row of that plan.
+        shared: from a result to its plan, while other plans compute.
+        alone: the same while no other plan computes: the core then finds a processor free.
         request_s: seconds that a request takes from the client to its first plan, and its first token from
             the core back to the client.
+        others_s: seconds that these ways take besides, for each request that decodes meanwhile.
     """
 
-    step_s: float = 0.0
-    row_s: float = 0.0
+    shared: TurnTime = _NO_TIME
+    alone: TurnTime = _NO_TIME
     request_s: float = 0.0
+    others_s: float = 0.0
 
-    def seconds(self, num_rows: int) -> float:
-        """Return the seconds from a result to the plan that needs it, if that plan has so many rows."""
-        return self.step_s + self.row_s * num_rows
+    def seconds(self, num_rows: int, *, alone: bool = False) -> float:
+        """Return the seconds from a result to the plan that needs it, if that plan has so many rows.
+
+        Args:
+            alone: no other plan computes.
+        """
+        own = self.alone if alone else self.shared
+        return own.step_s + own.row_s * num_rows
 
 
 NO_TURNS = Turns()
@@ -62,6 +85,8 @@ class Load:
         max_model_len: tokens of the longest request.
         turns: seconds between and around the steps, as measured.
         plans_ahead: plans that wait at the first stage for their turn (`async_depth`).
+        spread: the standard deviation of the times that a stage takes for like steps, as a share of their
+            mean. Programs that share the cores with the stages make it large.
     """
 
     concurrency: int
@@ -71,6 +96,7 @@ class Load:
     cache: CacheConfig
     turns: Turns = NO_TURNS
     plans_ahead: int = 0
+    spread: float = 0.0
 
     def of_replica(self, dp: int) -> int:
         """Return how many of the requests at once go to the replica that gets most, if there are `dp`."""
@@ -200,8 +226,10 @@ class _Pipe:
     def decoding(self, running: int) -> tuple[int, SteadyState]:
         """Return the scheduler's number of micro-batches for so many requests, and the pipe's steady state.
 
-        That is as many micro-batches as stages. More are taken if that makes the cycle shorter, which is
-        tried if a link is between hosts; fewer if that makes the cycle shorter by more than `_MIN_GAIN`.
+        More micro-batches than stages are taken if that makes the cycle shorter, which is tried if a link is
+        between hosts. Else the scheduler keeps the number that it has, unless another makes the cycle shorter
+        by more than `_MIN_GAIN`. It begins with as many as stages. Where it learns costs, it has come down to
+        one by then, since requests come one after the other.
         """
         stages = len(self.times)
         most = min(running, stages + (PLANS_ON_WIRES if self._has_wire else 0))
@@ -209,7 +237,8 @@ class _Pipe:
         cycles_s = {number: self._cycle_s(running, number) for number in numbers}
         best = min(cycles_s, key=lambda number: (round(cycles_s[number], 9), number))
         full = min(running, stages)
-        number = best if best > full or cycles_s[best] < (1.0 - _MIN_GAIN) * cycles_s[full] else full
+        kept = full if isinstance(self._pacing, PlainPacing) else 1
+        number = best if best > full or cycles_s[best] < (1.0 - _MIN_GAIN) * cycles_s[kept] else kept
         return number, self._steady(running, number)
 
     @property
@@ -223,8 +252,9 @@ class _Pipe:
         return [seconds[id(stage)] for stage in times]
 
     def _cycle_s(self, running: int, micro_batches: int) -> float:
+        """Return the cycle by which the scheduler chooses: it does not know `Turns`, nor that steps differ."""
         shape = self.micro_batch(running, micro_batches)
-        latency_s = self._return_s(shape.tokens) + sum(self._hops_s(shape.tokens))
+        latency_s = self._way_back_s + sum(self._hops_s(shape.tokens))
         return cycle_seconds(self._stage_s(shape, alone=micro_batches == 1), micro_batches, latency_s)
 
     def _steady(self, running: int, micro_batches: int) -> SteadyState:
@@ -234,7 +264,8 @@ class _Pipe:
         return steady_state(
             [self._stage_s(shape, alone=len(rows) == 1) for shape in shapes],
             [self._hops_s(shape.tokens) for shape in shapes],
-            self._return_s(share),
+            self._return_s(share, alone=len(rows) == 1),
+            spread=self.load.spread,
         )
 
     def _hops_s(self, num_tokens: int) -> list[float]:
@@ -243,9 +274,9 @@ class _Pipe:
     def _hop_s(self, stage: int, num_tokens: int) -> float:
         return self.links[stage].seconds(self.hop_bytes(num_tokens))
 
-    def _return_s(self, num_rows: int) -> float:
+    def _return_s(self, num_rows: int, *, alone: bool) -> float:
         """Return the seconds from the end of a micro-batch's step to its next step, if no stage is busy."""
-        return self._way_back_s + self.load.turns.seconds(num_rows)
+        return self._way_back_s + self.load.turns.seconds(num_rows, alone=alone)
 
     @property
     def _way_back_s(self) -> float:
@@ -255,14 +286,16 @@ class _Pipe:
     def prefill_s(self, num_decoding: int) -> float:
         """Return the seconds from the arrival of a prompt to its first token, while other requests decode.
 
-        On average the prompt waits for half of the plan that runs, and for all plans issued ahead. Then its
-        chunks pass the pipe one after the other, each in one plan with a micro-batch of decodes. The time for
-        which the sampled token is on its way back counts too, and so does `Turns.request_s`.
+        On average the prompt waits for half of the plan that runs, and for all plans issued ahead. The more
+        plans differ, the more requests come while a long one runs. Then the chunks of the prompt pass the
+        pipe one after the other, each in one plan with a micro-batch of decodes. The time for which the
+        sampled token is on its way back counts too, and so do `Turns.request_s` and `Turns.others_s`.
         """
         decodes, wait_s = NO_STEP, 0.0
         if num_decoding:
             decodes = self.micro_batch(num_decoding, min(num_decoding, len(self.times)))
-            wait_s = max(self._stage_s(decodes, alone=False)) * (0.5 + self.load.plans_ahead)
+            half = 0.5 + 0.5 * self.load.spread**2  # the mean time left of a random interval (Cox, 1962)
+            wait_s = max(self._stage_s(decodes, alone=False)) * (half + self.load.plans_ahead)
         chunks = self._chunks(decodes)
         shapes = [
             StepShape(
@@ -272,7 +305,7 @@ class _Pipe:
             )
             for start, count in chunks
         ]
-        is_alone = len(shapes) == 1 and not num_decoding
+        is_alone = not num_decoding and 1 in (len(shapes), len(self.times))
         stage_s = [self._stage_s(shape, alone=is_alone) for shape in shapes]
         passage = pass_plans(
             len(shapes),
@@ -280,7 +313,9 @@ class _Pipe:
             lambda plan, stage: self._hop_s(stage, shapes[plan].tokens),
             len(self.times),
         )
-        return wait_s + passage.ends[-1] + self._way_back_s + self.load.turns.request_s
+        turns = self.load.turns
+        ways_s = self._way_back_s + turns.request_s + turns.others_s * num_decoding
+        return wait_s + passage.ends[-1] + ways_s
 
     def _chunks(self, decodes: StepShape) -> list[tuple[int, int]]:
         """Return position and length of each chunk of a typical prompt, as the scheduler cuts it.

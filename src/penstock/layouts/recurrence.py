@@ -7,10 +7,15 @@
 continues from: the one of the same micro-batch's step before. It is 0 for a plan that waits for no token. If
 all P stages are equally fast, closed forms follow: a single micro-batch leaves (P - 1) / P of the stages'
 time idle, and M micro-batches that pass once leave (P - 1) / (M + P - 1) of it idle [I10].
+
+Where the times of like steps differ, stages wait for each other more often: of a maximum of random times, the
+mean is above the maximum of the means. The steady state then follows from times that are drawn at random.
 """
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -79,12 +84,17 @@ class SteadyState:
     bubble: float
 
 
-_ROUNDS = 12  # cycles that are computed; in the first of them the pipe settles
-_MEASURED = 4  # cycles, the last ones, whose mean is the steady state
+_SETTLE = 8  # cycles in which the pipe settles; the mean of those after them is the steady state
+_MEASURED = 4  # cycles that are measured, if like steps take equal times
+_DRAWN = 16384  # times that are drawn, if they differ: the error of the mean is below 1 %
 
 
 def steady_state(
-    stage_s: Sequence[Sequence[float]], hop_s: Sequence[Sequence[float]], return_s: float = 0.0
+    stage_s: Sequence[Sequence[float]],
+    hop_s: Sequence[Sequence[float]],
+    return_s: float = 0.0,
+    *,
+    spread: float = 0.0,
 ) -> SteadyState:
     """Return the steady state of a pipe whose micro-batches each wait for their own token.
 
@@ -92,20 +102,35 @@ def steady_state(
         stage_s: for each micro-batch, the seconds that each stage computes.
         hop_s: for each micro-batch, the seconds from each stage but the last to the next stage.
         return_s: seconds from the last stage to the first, for the token that a micro-batch waits for.
+        spread: the standard deviation of the times of like steps, as a share of their mean.
     """
     number, num_stages = len(stage_s), len(stage_s[0])
+    measured = max(_MEASURED, _DRAWN // (number * num_stages)) if spread else _MEASURED
     passage = pass_plans(
-        _ROUNDS * number,
-        lambda plan, stage: stage_s[plan % number][stage],
+        (_SETTLE + measured) * number,
+        _varied(lambda plan, stage: stage_s[plan % number][stage], spread),
         lambda plan, stage: hop_s[plan % number][stage],
         num_stages,
         period=number,
         return_s=return_s,
     )
-    first = (_ROUNDS - _MEASURED) * number - 1
-    cycle_s = (passage.ends[-1] - passage.ends[first]) / _MEASURED
+    cycle_s = (passage.ends[-1] - passage.ends[_SETTLE * number - 1]) / measured
     busy_s = sum(map(sum, stage_s))
     return SteadyState(cycle_s=cycle_s, bubble=max(0.0, 1.0 - busy_s / (cycle_s * num_stages)))
+
+
+def log_normal(spread: float) -> tuple[float, float]:
+    """Return mu and sigma of the log-normal distribution with mean 1 and this standard deviation."""
+    sigma = math.sqrt(math.log1p(spread * spread))
+    return -sigma * sigma / 2, sigma
+
+
+def _varied(stage_s: Callable[[int, int], float], spread: float) -> Callable[[int, int], float]:
+    """Return a function that draws times around those of `stage_s`, the same ones in each run."""
+    if not spread:
+        return stage_s
+    source, (mu, sigma) = random.Random(0), log_normal(spread)
+    return lambda plan, stage: stage_s(plan, stage) * source.lognormvariate(mu, sigma)
 
 
 def bubble_of_one_pass(num_stages: int, num_micro_batches: int) -> float:

@@ -156,7 +156,8 @@ class ObservedTimes:
     """The times of a stage whose steps were observed.
 
     For decodes the observed times themselves are kept: between two numbers of rows, a straight line through
-    them is nearer to the truth than the roofline of the learnt cost.
+    them is nearer to the truth than the roofline of the learnt cost. That cost says how much more or less a
+    step takes whose rows are more, or fewer, than any that were observed.
 
     Attributes:
         cost: what the scheduler's cost model has learnt, for steps that are not all decodes.
@@ -172,7 +173,16 @@ class ObservedTimes:
     def seconds(self, shape: StepShape) -> float:
         if shape.samples < shape.tokens or not self.decodes:
             return self.cost.seconds(shape)
-        return interpolate(self.decodes, shape.tokens) + self.per_attended * shape.attended
+        return self._decode_s(shape.tokens) + self.per_attended * shape.attended
+
+    def _decode_s(self, num_rows: int) -> float:
+        """Return the seconds of a step of so many decodes, without those of attention."""
+        rows = min(max(num_rows, self.decodes[0][0]), self.decodes[-1][0])
+        seconds = interpolate(self.decodes, rows)
+        if rows == num_rows:
+            return seconds
+        beyond = self.cost.seconds(StepShape(num_rows, 0, num_rows))
+        return max(0.0, seconds + beyond - self.cost.seconds(StepShape(rows, 0, rows)))
 
 
 def learnt_cost(times: StageTimes) -> StageCost | None:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.layouts.recurrence import log_normal
 from penstock.layouts.stage_times import StageTimes
 from penstock.scheduler.cost_model import StageCost, StepShape
 from penstock.simulator.pipe import NO_WIRE, SimulatedPipe, Wire
@@ -88,7 +89,7 @@ class PlanFlow:
     Args:
         pipeline: the pipe.
         began_at: clock time from which on the stages can compute.
-        seed: seed of the random jitter.
+        seed: seed of what is random: the jitter of wires, and the times of stages if they spread.
         max_kept: number of trips that are kept for a timeline, the first ones of the run.
     """
 
@@ -102,6 +103,7 @@ class PlanFlow:
         jitters = [0.0, *(wire.jitter_s for wire in wires)]
         self._jitters = self._spread(jitters) if any(jitters) else None
         self._random = np.random.Generator(np.random.PCG64(_whole(seed)))
+        self._factors = log_normal(pipeline.spread) if pipeline.spread else None
         self._stage_places = slice(None, None, 2 if self._has_wire_places else 1)
         self._plan_s = pipeline.plan_s
         self._free = np.full(len(self._delays), began_at)
@@ -135,7 +137,7 @@ class PlanFlow:
         Returns:
             When the last stage has computed the plan.
         """
-        works = (self._alone if alone else self._shared).seconds(shape)
+        works = self._vary((self._alone if alone else self._shared).seconds(shape))
         comes_at = now + self._plan_s
         ready = np.maximum(self._free, comes_at)
         if samples_at > ready[0]:
@@ -231,6 +233,14 @@ class PlanFlow:
         spread = np.zeros(2 * len(by_stage) - 1)
         spread[::2] = by_stage
         return spread
+
+    def _vary(self, works: Floats) -> Floats:
+        """Return the seconds that a plan takes at each place, with those of stages varied at random."""
+        if self._factors is None:
+            return works
+        varied, places = works.copy(), self._stage_places
+        varied[places] *= self._random.lognormal(*self._factors, len(works[places]))
+        return varied
 
     def _waits(self) -> Floats:
         """Return the seconds that a plan takes from each place to the next, with this plan's jitter."""

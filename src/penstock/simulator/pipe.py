@@ -50,6 +50,8 @@ class SimulatedPipe:
         has_known_costs: the engine knows the costs of its stages, and sizes plans by time
             (`scheduler.pacing`), as it may where results do not depend on how plans are cut. If false, it
             sizes plans by plain rules, as on GPUs.
+        spread: the standard deviation of the times that a stage takes for like steps, as a share of their
+            mean; how long each step takes is random.
     """
 
     stages: Sequence[StageTimes]
@@ -62,6 +64,7 @@ class SimulatedPipe:
     block_size: int = 16
     max_model_len: int
     has_known_costs: bool = False
+    spread: float = 0.0
 
     def __post_init__(self) -> None:
         num_stages = len(self.stages)

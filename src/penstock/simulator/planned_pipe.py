@@ -48,12 +48,14 @@ def planned_pipe(
     load: Load,
     *,
     jitter_s: float = 0.0,
+    spread: float = 0.0,
     layers: Sequence[int] | None = None,
 ) -> SimulatedPipe:
     """Return the simulated pipe of one replica of a layout.
 
     Args:
         jitter_s: `Wire.jitter_s` of the links between hosts.
+        spread: `SimulatedPipe.spread`.
         layers: number of layers of each stage; None: as `penstock plan` splits them.
 
     Raises:
@@ -77,6 +79,7 @@ def planned_pipe(
         block_size=load.cache.block_size,
         max_model_len=load.max_model_len,
         has_known_costs=all(site.device.is_cpu for site in layout.stages),
+        spread=spread,
     )
 
 

@@ -79,6 +79,8 @@ def test_a_trace_is_replayed_scaled(model: str, tmp_path: Path) -> None:
         (("--devices", "a100-80g", "--jitter-ms", "nan"), "--jitter-ms is nan; it must be between 0 and"),
         (("--devices", "a100-80g", "--jitter-ms", "inf"), "--jitter-ms is inf; it must be between 0 and"),
         (("--devices", "a100-80g", "--jitter-ms", "-5"), "--jitter-ms is -5; it must be between 0 and"),
+        (("--devices", "a100-80g", "--step-spread", "nan"), "--step-spread is nan; it must be between 0"),
+        (("--devices", "a100-80g", "--step-spread", "-1"), "--step-spread is -1; it must be between 0"),
         (("--devices", "here"), "--devices here stands for machines that are there"),
         (("--devices", "a100-80g:2", "--pp", "2", "--partition", "1,1,1"), "partition"),
         (("--devices", "a100-80g", "--acceptance", "1"), "acceptance is 1.0"),

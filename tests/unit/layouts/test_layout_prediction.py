@@ -12,7 +12,7 @@ from penstock.layouts.devices import Link
 from penstock.layouts.estimate import estimate
 from penstock.layouts.layout import Layout, StageSite
 from penstock.layouts.model_sizes import read_sizes
-from penstock.layouts.prediction import Load, Prediction, Turns, predict
+from penstock.layouts.prediction import Load, Prediction, Turns, TurnTime, predict
 from penstock.layouts.stage_times import EFFICIENCY, ObservedTimes, StageTimes
 from penstock.planner.mix import Mix
 from penstock.scheduler.cost_model import StageCost, StepShape
@@ -69,17 +69,22 @@ def test_a_wire_between_hosts_holds_plans_and_the_first_token_comes_back_over_it
 
 
 def test_turns_between_steps_lengthen_them_and_are_bubbles() -> None:
-    load = replace(LOAD, concurrency=4, turns=Turns(step_s=0.001, row_s=0.0005, request_s=0.1))
+    load = replace(
+        LOAD, concurrency=4, turns=Turns(alone=TurnTime(0.001, 0.0005), request_s=0.1, others_s=0.01)
+    )
     predicted, plain = of([COST], load), of([COST], replace(LOAD, concurrency=4))
     assert predicted.time_per_token_s == pytest.approx(READ_S + 0.001 + 4 * 0.0005)
     assert predicted.bubble == pytest.approx(0.003 / 0.011)
-    assert predicted.ttft_s == pytest.approx(plain.ttft_s + 0.1)
+    assert predicted.ttft_s == pytest.approx(plain.ttft_s + 0.1 + 3 * 0.01)
 
 
 def test_the_first_token_waits_for_plans_that_are_ahead() -> None:
     load = replace(LOAD, concurrency=5)
     plain, ahead = of([COST], load), of([COST], replace(load, plans_ahead=1))
     assert ahead.ttft_s - plain.ttft_s == pytest.approx(READ_S)  # a step of four decodes
+    uneven = of([COST], replace(load, spread=0.5))
+    assert uneven.ttft_s - plain.ttft_s == pytest.approx(READ_S * 0.25 / 2)
+    assert uneven.time_per_token_s == pytest.approx(plain.time_per_token_s, rel=0.02)
 
 
 def test_observed_decodes_are_interpolated_and_prompts_go_by_the_cost() -> None:
@@ -87,6 +92,14 @@ def test_observed_decodes_are_interpolated_and_prompts_go_by_the_cost() -> None:
     assert times.seconds(StepShape(2, 100, 2)) == pytest.approx(0.011 + 1e-4)
     assert times.seconds(StepShape(32, 0, 1)) == pytest.approx(32 * ROW_S)
     assert of([times]).time_per_token_s == pytest.approx(0.010 + 65e-6)
+
+
+def test_beyond_what_was_observed_decodes_grow_as_the_cost_does() -> None:
+    times = ObservedTimes(cost=COST, per_attended=1e-6, decodes=((4, 0.013),))
+    assert times.seconds(StepShape(1, 0, 1)) == pytest.approx(0.013)  # reading decides, for four rows and one
+    more = COST.seconds(StepShape(64, 0, 64)) - COST.seconds(StepShape(4, 0, 4))
+    assert more > 0.0
+    assert times.seconds(StepShape(64, 100, 64)) == pytest.approx(0.013 + more + 1e-4)
 
 
 def test_a_stage_of_devices_reads_its_weights_and_sums_over_its_ranks() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from penstock.layouts.recurrence import bubble_of_one_pass, pass_plans, steady_state
@@ -42,6 +44,21 @@ def test_i10_as_many_micro_batches_as_stages_leave_no_bubble_and_a_wire_wants_mo
     assert with_wire.cycle_s == pytest.approx(12.0)
     assert with_wire.bubble == pytest.approx(1 - 8 / 12)
     assert steady_state([[2.0] * 4] * 6, [[1.0] * 3] * 6, return_s=1.0).bubble == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("spread", [0.3, 0.6])
+def test_uneven_steps_of_one_micro_batch_change_no_mean_and_those_of_two_make_stages_wait(
+    spread: float,
+) -> None:
+    alone = steady_state([[2.0] * 2], [[0.0]], spread=spread)
+    assert alone.cycle_s == pytest.approx(4.0, rel=0.02)
+    assert alone.bubble == pytest.approx(0.5, abs=0.01)
+    two = steady_state([[2.0] * 2] * 2, [[0.0]] * 2, spread=spread)
+    # Of two log-normal times with this sigma, the mean of the longer one is (1 + erf(sigma / 2)) x the mean:
+    # with two micro-batches, each pair of stages begins together.
+    sigma = math.sqrt(math.log1p(spread**2))
+    assert two.cycle_s == pytest.approx(4.0 * (1 + math.erf(sigma / 2)), rel=0.02)
+    assert two == steady_state([[2.0] * 2] * 2, [[0.0]] * 2, spread=spread)
 
 
 def test_i10_the_slowest_stage_sets_the_pace_of_unlike_stages() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import msgspec
@@ -53,6 +54,16 @@ def test_micro_batches_that_pass_once_leave_the_bubble_of_gpipe(num_stages: int,
 def test_a_full_pipe_has_no_bubble_but_those_of_its_ends() -> None:
     run = run_of(pipe_of(4, num_blocks=1024), load_of(16, output_len=100))
     assert bubble_of(run) < 0.05
+
+
+def test_i10_uneven_steps_make_stages_wait_for_the_longer_of_two() -> None:
+    even, uneven = (
+        run_of(pipe_of(2, num_blocks=1024, max_model_len=2048, spread=spread), load_of(2, output_len=2000))
+        for spread in (0.0, 0.5)
+    )
+    sigma = math.sqrt(math.log1p(0.5**2))
+    waiting = 1 - 1 / (1 + math.erf(sigma / 2))
+    assert bubble_of(uneven) - bubble_of(even) == pytest.approx(waiting, abs=POINTS)
 
 
 def test_the_times_of_a_stage_add_up_to_the_run() -> None:

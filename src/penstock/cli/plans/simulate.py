@@ -37,6 +37,7 @@ _SPANS_PER_STEP = 4
 _SECONDS = r"([0-9]{1,9}(?:\.[0-9]{0,9})?|\.[0-9]{1,9})"
 _LOSS = re.compile(rf"(?:([0-9]{{1,4}})\.)?([0-9]{{1,4}})@{_SECONDS}:{_SECONDS}")
 _MAX_JITTER_MS = 60_000.0
+_MAX_SPREAD = 4.0
 
 
 @Parameter(name="*")
@@ -88,10 +89,13 @@ class SimulatedLoad(LoadShape):
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedTrouble:
-    """The conditions besides the load: late links, losses of stages, and right guesses."""
+    """The conditions besides the load: late links, uneven steps, losses of stages, and right guesses."""
 
     jitter_ms: Annotated[
         float, flag("largest extra delay of links between hosts", "--jitter-ms", group="simulation")
+    ] = 0.0
+    step_spread: Annotated[
+        float, flag("how much times of like steps differ, as a share", "--step-spread", group="simulation")
     ] = 0.0
     lose_stage: Annotated[
         tuple[str, ...],
@@ -111,6 +115,21 @@ class SimulatedTrouble:
                 code="out_of_range",
             )
         return self.jitter_ms / 1000
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation of the times of like steps, as a share of their mean.
+
+        Raises `UsageError` for what no machine has.
+        """
+        if not 0 <= self.step_spread <= _MAX_SPREAD:
+            raise UsageError(
+                f"--step-spread is {self.step_spread:g}; it must be between 0 and {_MAX_SPREAD:g}.",
+                remedy="0.3 means that the times of like steps differ by 30 % of their mean.",
+                param="--step-spread",
+                code="out_of_range",
+            )
+        return self.step_spread
 
     def losses(self, num_stages: int, num_replicas: int) -> list[StageLoss]:
         """Return the losses of stages that are to happen.
@@ -224,7 +243,9 @@ def _run(
         expert_parallel=parallel.enable_expert_parallel,
     )
     layers = asked_layers(sizes.spec.num_layers, parallel.pipeline_parallel_size, split)
-    pipeline = planned_pipe(layout, sizes, device_set, asked, jitter_s=trouble.jitter_s, layers=layers)
+    pipeline = planned_pipe(
+        layout, sizes, device_set, asked, jitter_s=trouble.jitter_s, spread=trouble.spread, layers=layers
+    )
     check_fits(requests, pipeline.max_model_len)
     num_plans = _KEPT_SPANS // _SPANS_PER_STEP // (pipeline.num_stages * layout.dp)
     simulation = Simulation(
