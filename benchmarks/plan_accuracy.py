@@ -32,7 +32,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -150,6 +150,7 @@ class Engine:
         self._vocab_size = vocab_size
         self._num_tokens: dict[int, int] = {}  # by running request: generated, by those before it too
         self._lengths: dict[int, int] = {}  # by running request: tokens so far, its prompt's too
+        self._arrivals: dict[int, list[tuple[int, int]]] = {}  # by running request: nanoseconds, and tokens
 
     async def measure(self, point: Point) -> Measured:
         """Measure one point."""
@@ -160,9 +161,11 @@ class Engine:
             while min(self._num_tokens.values()) < SETTLE_TOKENS:
                 await asyncio.sleep(0.01)
                 self._check(tasks)
-            tokens_before, began_ns = sum(self._num_tokens.values()), time.monotonic_ns()
+            self._arrivals = {index: [] for index in self._num_tokens}
+            began_ns = time.monotonic_ns()
             lengths = await self._pass_window()
-            tokens, ended_ns = sum(self._num_tokens.values()), time.monotonic_ns()
+            ended_ns = time.monotonic_ns()
+            time_per_token_s = _time_per_token(self._arrivals.values())
             self._check(tasks)
             await asyncio.sleep(REPORT_S)
             spans = await self._spans()
@@ -179,7 +182,7 @@ class Engine:
         ]
         return Measured(
             point=point,
-            time_per_token_s=(ended_ns - began_ns) / 1e9 * point.concurrency / (tokens - tokens_before),
+            time_per_token_s=time_per_token_s,
             ttft_s=ttft_s,
             bubble=_bubble(spans, self._num_stages, began_ns, ended_ns),
             context=round(statistics.mean(length for _, length in lengths)),
@@ -234,6 +237,9 @@ class Engine:
                     num_generated = len(output.outputs[0].token_ids)
                     self._num_tokens[index] = before + num_generated
                     self._lengths[index] = num_prompt + num_generated
+                    self._arrivals.setdefault(index, []).append(
+                        (time.monotonic_ns(), self._num_tokens[index])
+                    )
 
     def _prompt(self, num_tokens: int) -> list[int]:
         return [self._random.randrange(3, self._vocab_size) for _ in range(num_tokens)]
@@ -246,6 +252,16 @@ class Engine:
         for task in tasks:
             if task.done():
                 task.result()
+
+
+def _time_per_token(requests: Iterable[Sequence[tuple[int, int]]]) -> float:
+    """Seconds from a token to the next, from the first to the last that each request got in a window."""
+    spent_ns = num_tokens = 0
+    for arrivals in requests:
+        (first_ns, before), (last_ns, tokens) = arrivals[0], arrivals[-1]
+        spent_ns += last_ns - first_ns
+        num_tokens += tokens - before
+    return spent_ns / 1e9 / num_tokens
 
 
 def _sampling(num_tokens: int) -> SamplingParams:
@@ -446,7 +462,8 @@ class Calibrated:
 def _stage_times(measured: Sequence[Measured], stage: int, num_stages: int, *, alone: bool) -> StageTimes:
     """Return the times of one stage, as observed while no other stage computed, or while others did.
 
-    Where there are no such steps, those of the other kind stand for them.
+    Where there are no such steps, those of the other kind stand for them. What attention takes in decodes is
+    learnt from points with as many rows and other contexts.
     """
     chunks: dict[bool, list[StepSample]] = {False: [], True: []}
     decodes: dict[bool, list[list[StepSample]]] = {False: [], True: []}
@@ -461,7 +478,12 @@ def _stage_times(measured: Sequence[Measured], stage: int, num_stages: int, *, a
             ]
             decodes[is_alone].append(own)
     known = alone if any(decodes[alone]) else not alone
-    return observed(decodes[known], chunks[alone] or chunks[True])
+    alike: dict[tuple[bool, int], list[tuple[float, float]]] = {}
+    for is_alone in (False, True):
+        for rows, attended, seconds in _means(decodes[is_alone]):
+            alike.setdefault((is_alone, rows), []).append((attended, seconds))
+    slope = _slope(list(alike.values()))
+    return observed(decodes[known], chunks[alone] or chunks[True], None if slope is None else max(0.0, slope))
 
 
 def learnt(samples: Sequence[StepSample]) -> StageCost:
@@ -473,32 +495,52 @@ def learnt(samples: Sequence[StepSample]) -> StageCost:
     return costs[0]
 
 
-def observed(points: Sequence[Sequence[StepSample]], chunks: Sequence[StepSample]) -> StageTimes:
+def observed(
+    points: Sequence[Sequence[StepSample]], chunks: Sequence[StepSample], per_attended: float | None
+) -> StageTimes:
     """Return the times of a stage: of decodes the means by rows without attention, of all else a learnt cost.
 
     The cost of the layers is learnt from plans with chunks of prompts, and that of the head from decodes too.
-    What attention takes in decodes is learnt from points with as many rows and other contexts.
+    More rows never take less time: where they seem to, the mean stands for both.
 
     Args:
         points: the decodes of each.
+        per_attended: seconds of attention for each position that a decode attends to; None: as in prompts.
     """
     decodes = [sample for own in points for sample in own]
     of_all, cost = learnt([*typical(decodes), *chunks]), learnt(chunks)
     cost = replace(cost, head_read=of_all.head_read, per_sample=of_all.per_sample)
-    by_rows: dict[int, list[tuple[float, float]]] = {}
+    if per_attended is None:
+        per_attended = cost.per_attended
+    means = [
+        (rows, max(0.0, seconds - per_attended * attended)) for rows, attended, seconds in _means(points)
+    ]
+    return ObservedTimes(cost=cost, per_attended=per_attended, decodes=rising(sorted(means)))
+
+
+def _means(points: Sequence[Sequence[StepSample]]) -> Iterator[tuple[int, float, float]]:
+    """The rows of the usual step of each point, and the means of what they attend to and of its seconds."""
     for own in points:
         rows = _usual_tokens(own)
         usual = [sample for sample in own if sample.shape.tokens == rows]
         if len(usual) >= FEW_STEPS:
             attended = statistics.mean(sample.shape.attended for sample in usual)
-            by_rows.setdefault(rows, []).append((attended, statistics.mean(map(_seconds, usual))))
-    slope = _slope(list(by_rows.values()))
-    per_attended = cost.per_attended if slope is None else max(0.0, slope)
-    points = (
-        (rows, statistics.mean(max(0.0, seconds - per_attended * attended) for attended, seconds in own))
-        for rows, own in by_rows.items()
-    )
-    return ObservedTimes(cost=cost, per_attended=per_attended, decodes=tuple(sorted(points)))
+            yield rows, attended, statistics.mean(map(_seconds, usual))
+
+
+def rising(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Return the values that nowhere fall and are nearest to the given ones, by least squares.
+
+    One value for each abscissa, by pooling adjacent violators (Ayer et al., 1955).
+    """
+    pools: list[tuple[list[int], float]] = []
+    for x, value in points:
+        pools.append(([x], value))
+        while len(pools) > 1 and (pools[-2][1] >= pools[-1][1] or pools[-2][0][-1] == pools[-1][0][0]):
+            (left, low), (right, high) = pools[-2:]
+            mean = (low * len(left) + high * len(right)) / (len(left) + len(right))
+            pools[-2:] = [(left + right, mean)]
+    return tuple(sorted({x: value for xs, value in pools for x in xs}.items()))
 
 
 def _slope(groups: Sequence[Sequence[tuple[float, float]]]) -> float | None:
