@@ -12,8 +12,9 @@ window in which all of them do, and the first token is that of one more request,
 decode, the median of several. Predictions are those of `layouts.prediction`, which `penstock plan` uses.
 
 The speed of a machine that others share drifts by 10 to 20 % from minute to minute. So points of both kinds
-are measured in turns, in several rounds, each in an order that the seed draws, and the means of the rounds
-are compared.
+are measured in turns, in several rounds, each in an order that the seed draws. From how the points of a few
+minutes differ from their own means follows the speed of the machine then, by which times are divided. The
+means of the rounds are compared.
 
 Engines do not speculate: how many guesses are right depends on the text, which no prediction knows.
 
@@ -28,6 +29,7 @@ import asyncio
 import bisect
 import collections
 import contextlib
+import math
 import random
 import statistics
 import tempfile
@@ -49,7 +51,7 @@ from penstock.layouts.model_sizes import ModelSizes, read_sizes
 from penstock.layouts.prediction import NO_TURNS, Load, Prediction, Turns, TurnTime, predict
 from penstock.layouts.stage_times import ObservedTimes, StageTimes
 from penstock.planner.mix import Mix
-from penstock.scheduler.cost_model import CostModel, StageCost, StepSample, StepShape, attended_by
+from penstock.scheduler.cost_model import StageCost, StepSample, StepShape, attended_by, fit_roofline
 from penstock.scheduler.pacing import MIN_CHUNK
 from penstock.trace.phases import BUSY
 
@@ -78,6 +80,7 @@ NEAR_THE_END = 64  # tokens: of a request that ends soon
 REPORT_S = 1.6  # a stage reports about once a second
 FIRST_TOKENS = 9  # requests whose first token is timed at a point, in each round
 LOOK_S = 0.02  # between two looks at how long the requests are
+STRETCH = 6  # measurements, one after the other, for which the machine is taken to be equally fast
 FEW_STEPS = 5  # fewer like steps of a point say nothing
 FITS = 4  # times that what lies between steps is corrected by what is left of the measured times
 NO_WAY = Link(kind="memory", bytes_per_s=1e18, latency_s=0.0)  # links are part of what stages report
@@ -115,6 +118,25 @@ class Measured:
     spread: float
     samples: list[list[StepSample]]
     chunks: list[list[StepSample]]
+
+    def scaled(self, factor: float) -> Measured:
+        """Return what a machine would have measured that takes so many times as long."""
+
+        def slower(step: StepSample) -> StepSample:
+            return StepSample(
+                shape=step.shape,
+                forward_s=factor * step.forward_s,
+                sample_s=factor * (step.sample_s or 0.0),
+                overhead_s=factor * step.overhead_s,
+            )
+
+        return replace(
+            self,
+            time_per_token_s=factor * self.time_per_token_s,
+            ttft_s=factor * self.ttft_s,
+            samples=[[*map(slower, own)] for own in self.samples],
+            chunks=[[*map(slower, own)] for own in self.chunks],
+        )
 
     @classmethod
     def mean(cls, rounds: Sequence[Measured]) -> Measured:
@@ -356,6 +378,13 @@ def _chunks(
     return found
 
 
+def _weighted(points: Iterable[tuple[float, float, float]]) -> float:
+    """Return the slope of a line through the origin and points (x, y, scale of y), by least squares."""
+    known = list(points)
+    product = sum(x * y / scale**2 for x, y, scale in known)
+    return product / sum((x / scale) ** 2 for x, _, scale in known)
+
+
 def _corrected(turn: TurnTime, rests: Sequence[tuple[float, float]]) -> TurnTime:
     """Return the line with what is left, by rows, added to it; it nowhere falls below 0."""
     if not rests:
@@ -427,16 +456,22 @@ class Calibrated:
         return replace(self.turns, shared=shared, alone=_corrected(self.turns.alone, rests[True]))
 
     def _with_ways(self, measured: Sequence[Measured], sizes: ModelSizes) -> Calibrated:
-        """Learn what is left of first tokens: where nobody else runs, and for each request that does."""
-        rests: dict[int, list[float]] = {}
+        """Learn what is left of first tokens: where nobody else runs, and for each request that does.
+
+        Relative errors are made least, as first tokens differ a hundredfold.
+        """
+        rests = []  # other requests, seconds that are left, and the measured ones
         for each in measured:
             rest_s = each.ttft_s - self.predict(each.point, each.context, sizes).ttft_s
-            rests.setdefault(each.point.concurrency - 1, []).append(rest_s)
-        request_s = max(0.0, statistics.mean(rests.pop(0)))
-        lines = [(others, rest_s - request_s) for others, own in rests.items() for rest_s in own]
-        others_s = sum(others * rest for others, rest in lines) / sum(others**2 for others, _ in lines)
-        turns = replace(self.turns, request_s=request_s, others_s=max(0.0, others_s))
-        return replace(self, turns=turns)
+            rests.append((each.point.concurrency - 1, rest_s, each.ttft_s))
+        request_s = max(
+            0.0, _weighted((1, rest_s, whole_s) for others, rest_s, whole_s in rests if not others)
+        )
+        others_s = max(
+            0.0,
+            _weighted((others, rest_s - request_s, whole_s) for others, rest_s, whole_s in rests if others),
+        )
+        return replace(self, turns=replace(self.turns, request_s=request_s, others_s=others_s))
 
     def _first_token_error(self, measured: Sequence[Measured], sizes: ModelSizes) -> float:
         return statistics.mean(
@@ -486,13 +521,24 @@ def _stage_times(measured: Sequence[Measured], stage: int, num_stages: int, *, a
     return observed(decodes[known], chunks[alone] or chunks[True], None if slope is None else max(0.0, slope))
 
 
-def learnt(samples: Sequence[StepSample]) -> StageCost:
-    """Return the cost that the scheduler's model learns from these steps of one stage."""
-    model = CostModel(1)
-    model.learn(0, samples, alone=True)
-    costs = model.costs()
-    assert costs is not None, "there are steps"
-    return costs[0]
+def fitted(decodes: Sequence[StepSample], chunks: Sequence[StepSample]) -> StageCost:
+    """Return the cost that fits these steps of one stage best, as the scheduler fits it.
+
+    That of the head is fitted to decodes alone.
+    """
+    samples = [*decodes, *chunks]
+    steps = [(step.shape.tokens, step.shape.attended, step.forward_s) for step in samples]
+    heads = [(step.shape.samples, 0, step.sample_s or 0.0) for step in decodes]
+    read, per_token, per_attended = fit_roofline(steps, [1.0] * len(steps))
+    head_read, per_sample, _ = fit_roofline(heads, [1.0] * len(heads)) if heads else (0.0, 0.0, 0.0)
+    return StageCost(
+        overhead=statistics.mean(step.overhead_s for step in samples),
+        read=read,
+        per_token=per_token,
+        per_attended=per_attended,
+        head_read=head_read,
+        per_sample=per_sample,
+    )
 
 
 def observed(
@@ -500,18 +546,24 @@ def observed(
 ) -> StageTimes:
     """Return the times of a stage: of decodes the means by rows without attention, of all else a learnt cost.
 
-    The cost of the layers is learnt from plans with chunks of prompts, and that of the head from decodes too.
-    More rows never take less time: where they seem to, the mean stands for both.
+    The cost is fitted to plans with chunks of prompts, and to decodes without their attention. More rows
+    never take less time: where they seem to, the mean stands for both.
 
     Args:
         points: the decodes of each.
         per_attended: seconds of attention for each position that a decode attends to; None: as in prompts.
     """
     decodes = [sample for own in points for sample in own]
-    of_all, cost = learnt([*typical(decodes), *chunks]), learnt(chunks)
-    cost = replace(cost, head_read=of_all.head_read, per_sample=of_all.per_sample)
     if per_attended is None:
-        per_attended = cost.per_attended
+        per_attended = fitted([], chunks).per_attended
+    plain = [
+        step._replace(
+            shape=step.shape._replace(attended=0),
+            forward_s=max(0.0, step.forward_s - per_attended * step.shape.attended),
+        )
+        for step in typical(decodes)
+    ]
+    cost = fitted(plain, chunks)
     means = [
         (rows, max(0.0, seconds - per_attended * attended)) for rows, attended, seconds in _means(points)
     ]
@@ -583,6 +635,7 @@ async def running(model: str, pp: int, tp: int, **more: object) -> AsyncIterator
         "tensor_parallel_size": tp,
         "max_model_len": MAX_LEN,
         "max_num_seqs": MAX_CONCURRENCY,
+        "inter_token_target_ms": scheduler_config().inter_token_target_ms,  # as a server has it
         "enable_prefix_caching": False,
         "speculative_method": "off",
         **more,
@@ -606,6 +659,37 @@ async def run_layout(label: str, model: str, pp: int, tp: int, options: argparse
     return errors
 
 
+def steadied(in_order: Sequence[Measured]) -> list[Measured]:
+    """Return the measurements with the times of a machine that is always equally fast.
+
+    The logarithm of a time is taken to be the sum of the point's and of the stretch's: a design of randomised
+    blocks. Both are fitted in turns.
+
+    Args:
+        in_order: all measurements, in the order in which they were made.
+    """
+    logs = [math.log(each.time_per_token_s) for each in in_order]
+    of_stretch = [0.0] * (len(logs) // STRETCH + 1)
+    for _ in range(FITS * 5):
+        of_points: dict[Point, list[float]] = {}
+        for index, each in enumerate(in_order):
+            of_points.setdefault(each.point, []).append(logs[index] - of_stretch[index // STRETCH])
+        means = {point: statistics.mean(own) for point, own in of_points.items()}
+        left = [logs[index] - means[each.point] for index, each in enumerate(in_order)]
+        of_stretch = [
+            statistics.mean(left[start : start + STRETCH]) for start in range(0, len(left), STRETCH)
+        ]
+    return [each.scaled(math.exp(-of_stretch[index // STRETCH])) for index, each in enumerate(in_order)]
+
+
+def means_of(measured: Sequence[Measured]) -> dict[Point, Measured]:
+    """Return the means of the rounds of each point."""
+    rounds: dict[Point, list[Measured]] = {}
+    for each in measured:
+        rounds.setdefault(each.point, []).append(each)
+    return {point: Measured.mean(own) for point, own in rounds.items()}
+
+
 async def ready(_: Point) -> None:
     """Prepare nothing: the engine is ready for the point."""
 
@@ -624,13 +708,15 @@ async def in_rounds(
         prepare: is awaited before a point is measured.
     """
     fixed = [Point(*each) for each in CALIBRATION if each[0] * each[1] <= options.max_tokens]
-    source = random.Random(f"{options.seed} order")
-    rounds: dict[Point, list[Measured]] = {point: [] for point in (*fixed, *points)}
+    every, source = [*fixed, *points], random.Random(f"{options.seed} order")
+    in_order = []
     for _ in range(options.rounds):
-        for point in source.sample(list(rounds), len(rounds)):
+        for point in source.sample(every, len(every)):
             await prepare(point)
-            rounds[point].append(await engine.measure(point))
-    means = {point: Measured.mean(own) for point, own in rounds.items()}
+            in_order.append(await engine.measure(point))
+    if prepare is ready:
+        in_order = steadied(in_order)
+    means = means_of(in_order)
     calibrated = Calibrated.of([means[point] for point in fixed], num_stages, sizes)
     return calibrated, [means[point] for point in points]
 

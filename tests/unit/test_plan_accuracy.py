@@ -51,6 +51,51 @@ def test_the_bubble_of_a_window_is_what_no_stage_computes() -> None:
     assert not accuracy._chunks(spans[:1], [(0, 10 * MS, 100.0)], accuracy.Point(3, 3), 3)
 
 
+def measured_at(point: Any, time_per_token_s: float) -> Any:
+    step = StepSample(StepShape(1, 50, 1), time_per_token_s, 0.0, 0.0)
+    return accuracy.Measured(
+        point=point,
+        time_per_token_s=time_per_token_s,
+        ttft_s=2 * time_per_token_s,
+        bubble=0.5,
+        context=50,
+        spread=0.0,
+        samples=[[step]],
+        chunks=[[step]],
+    )
+
+
+def test_a_stretch_in_which_the_machine_was_slow_counts_as_any_other() -> None:
+    points = [accuracy.Point(1, prompt) for prompt in range(1, accuracy.STRETCH + 1)]
+    slow = (1.0, 1.25, 0.8)  # of each round, which is a stretch
+    in_order = [measured_at(point, speed * 0.01 * point.prompt) for speed in slow for point in points]
+    for point, mean in accuracy.means_of(accuracy.steadied(in_order)).items():
+        assert mean.time_per_token_s == pytest.approx(0.01 * point.prompt)
+        assert mean.ttft_s == pytest.approx(0.02 * point.prompt)
+        assert [step.forward_s for step in mean.samples[0]] == pytest.approx([0.01 * point.prompt] * 3)
+
+
+def test_the_mean_of_rounds_is_that_of_equal_times_not_of_equal_tokens() -> None:
+    point = accuracy.Point(1, 20)
+    both = accuracy.Measured.mean([measured_at(point, 0.010), measured_at(point, 0.030)])
+    assert both.time_per_token_s == pytest.approx(0.015)
+
+
+def test_more_rows_never_take_less_time() -> None:
+    assert accuracy.rising([(1, 2.0), (2, 4.0), (3, 3.0), (6, 5.0)]) == (
+        (1, 2.0),
+        (2, 3.5),
+        (3, 3.5),
+        (6, 5.0),
+    )
+    assert accuracy.rising([(1, 1.0), (1, 3.0), (2, 4.0)]) == ((1, 2.0), (2, 4.0))
+
+
+def test_a_token_takes_as_long_as_from_the_first_to_the_last_that_came() -> None:
+    arrivals = [[(0, 5), (4 * MS, 7), (10 * MS, 9)], [(1 * MS, 3), (9 * MS, 7)]]
+    assert accuracy._time_per_token(arrivals) == pytest.approx(0.018 / 8)
+
+
 def test_d7_what_was_learnt_predicts_what_was_measured() -> None:
     def step(tokens: int, context: int, samples: int) -> StepSample:
         attended = tokens * context

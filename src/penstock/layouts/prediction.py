@@ -252,7 +252,7 @@ class _Pipe:
         return [seconds[id(stage)] for stage in times]
 
     def _cycle_s(self, running: int, micro_batches: int) -> float:
-        """Return the cycle by which the scheduler chooses: it does not know `Turns`, nor that steps differ."""
+        """Return the cycle by which the scheduler chooses: it knows no `Turns`, nor that steps differ."""
         shape = self.micro_batch(running, micro_batches)
         latency_s = self._way_back_s + sum(self._hops_s(shape.tokens))
         return cycle_seconds(self._stage_s(shape, alone=micro_batches == 1), micro_batches, latency_s)

@@ -102,8 +102,7 @@ class PlanFlow:
         self._delays = self._spread(latencies)
         jitters = [0.0, *(wire.jitter_s for wire in wires)]
         self._jitters = self._spread(jitters) if any(jitters) else None
-        self._random = np.random.Generator(np.random.PCG64(_whole(seed)))
-        self._factors = log_normal(pipeline.spread) if pipeline.spread else None
+        self._chance = _Chance(seed, pipeline.spread)
         self._stage_places = slice(None, None, 2 if self._has_wire_places else 1)
         self._plan_s = pipeline.plan_s
         self._free = np.full(len(self._delays), began_at)
@@ -137,7 +136,8 @@ class PlanFlow:
         Returns:
             When the last stage has computed the plan.
         """
-        works = self._vary((self._alone if alone else self._shared).seconds(shape))
+        works = (self._alone if alone else self._shared).seconds(shape)
+        works = self._chance.vary(works, self._stage_places)
         comes_at = now + self._plan_s
         ready = np.maximum(self._free, comes_at)
         if samples_at > ready[0]:
@@ -166,7 +166,7 @@ class PlanFlow:
 
     def jitter(self, wire: Wire) -> float:
         """Return the seconds by which the next message on this wire is late, at random."""
-        return wire.jitter_s * float(self._random.random()) if wire.jitter_s else 0.0
+        return float(self._chance.late(np.array([wire.jitter_s]))[0]) if wire.jitter_s else 0.0
 
     def busy_seconds(self) -> tuple[int, Floats]:
         """Return how many steps' results have arrived, and for how long each stage computed these steps."""
@@ -234,20 +234,11 @@ class PlanFlow:
         spread[::2] = by_stage
         return spread
 
-    def _vary(self, works: Floats) -> Floats:
-        """Return the seconds that a plan takes at each place, with those of stages varied at random."""
-        if self._factors is None:
-            return works
-        varied, places = works.copy(), self._stage_places
-        varied[places] *= self._random.lognormal(*self._factors, len(works[places]))
-        return varied
-
     def _waits(self) -> Floats:
         """Return the seconds that a plan takes from each place to the next, with this plan's jitter."""
         if self._jitters is None:
             return self._delays
-        late: Floats = self._delays + self._random.random(len(self._delays)) * self._jitters
-        return late
+        return self._delays + self._chance.late(self._jitters)
 
     def _add_up(self) -> None:
         trips, self._arrived = self._arrived, []
@@ -278,6 +269,31 @@ class PlanFlow:
         ledger.overhead += overhead.sum(axis=0)
         ledger.busy += (works - overhead).sum(axis=0)
         ledger.num_steps += sum(trip.num_tokens > 0 for trip in trips)
+
+
+class _Chance:
+    """What is random in a run, the same for the same seed.
+
+    Args:
+        spread: `SimulatedPipe.spread`.
+    """
+
+    def __init__(self, seed: int, spread: float) -> None:
+        self._random = np.random.Generator(np.random.PCG64(_whole(seed)))
+        self._spread = log_normal(spread) if spread else None
+
+    def late(self, jitters: Floats) -> Floats:
+        """Return the seconds by which messages are late, each up to its jitter."""
+        late: Floats = self._random.random(len(jitters)) * jitters
+        return late
+
+    def vary(self, works: Floats, stages: slice) -> Floats:
+        """Return the seconds that a plan takes at each place, those of the stages varied at random."""
+        if self._spread is None:
+            return works
+        varied = works.copy()
+        varied[stages] *= self._random.lognormal(*self._spread, len(works[stages]))
+        return varied
 
 
 def _whole(seed: int) -> int:
