@@ -663,23 +663,31 @@ def steadied(in_order: Sequence[Measured]) -> list[Measured]:
     """Return the measurements with the times of a machine that is always equally fast.
 
     The logarithm of a time is taken to be the sum of the point's and of the stretch's: a design of randomised
-    blocks. Both are fitted in turns.
+    blocks. Both are fitted in turns. Of the stretches' part only the share counts that chance does not
+    explain (James and Stein, 1961): where measurements differ by chance alone, nothing changes.
 
     Args:
         in_order: all measurements, in the order in which they were made.
     """
     logs = [math.log(each.time_per_token_s) for each in in_order]
-    of_stretch = [0.0] * (len(logs) // STRETCH + 1)
+    stretches = [0.0] * -(-len(logs) // STRETCH)
+    left: list[float] = []
     for _ in range(FITS * 5):
         of_points: dict[Point, list[float]] = {}
         for index, each in enumerate(in_order):
-            of_points.setdefault(each.point, []).append(logs[index] - of_stretch[index // STRETCH])
+            of_points.setdefault(each.point, []).append(logs[index] - stretches[index // STRETCH])
         means = {point: statistics.mean(own) for point, own in of_points.items()}
         left = [logs[index] - means[each.point] for index, each in enumerate(in_order)]
-        of_stretch = [
-            statistics.mean(left[start : start + STRETCH]) for start in range(0, len(left), STRETCH)
-        ]
-    return [each.scaled(math.exp(-of_stretch[index // STRETCH])) for index, each in enumerate(in_order)]
+        stretches = [statistics.mean(left[start : start + STRETCH]) for start in range(0, len(left), STRETCH)]
+    free = max(1, len(logs) - len(of_points) - len(stretches))
+    chance = (
+        sum((rest - stretches[index // STRETCH]) ** 2 for index, rest in enumerate(left)) / free / STRETCH
+    )
+    seen = statistics.mean(stretch**2 for stretch in stretches)
+    share = max(0.0, 1.0 - chance / seen) if seen else 0.0
+    return [
+        each.scaled(math.exp(-share * stretches[index // STRETCH])) for index, each in enumerate(in_order)
+    ]
 
 
 def means_of(measured: Sequence[Measured]) -> dict[Point, Measured]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import collections
 import sys
 
 from peers.report import markdown
@@ -33,7 +34,7 @@ from penstock.config.engine import CacheConfig, ModelConfig
 from penstock.layouts.model_sizes import read_sizes
 from penstock.simulator.pipe import SimulatedPipe, Wire
 from penstock.simulator.replica import EngineSettings
-from penstock.simulator.simulation import Simulation
+from penstock.simulator.simulation import FinishedRun, Simulation
 from penstock.simulator.timeline import timeline
 from penstock.trace.chrome import spans_of
 from penstock.trace.phases import BUBBLES
@@ -66,8 +67,7 @@ async def compare(options: argparse.Namespace) -> int:
     rows, fine = [], True
     for measured in drawn:
         point = measured.point
-        micro_batches = calibrated.predict(point, measured.context, sizes).micro_batches
-        rate, bubble = simulate(measured, calibrated, micro_batches)
+        rate, bubble = simulate(measured, calibrated)
         real = point.concurrency / measured.time_per_token_s
         met = abs(rate / real - 1) <= RATE_BAR and abs(bubble - measured.bubble) <= BUBBLE_BAR
         fine &= met
@@ -87,14 +87,37 @@ async def compare(options: argparse.Namespace) -> int:
     return 0 if fine else 1
 
 
-def simulate(measured: Measured, calibrated: Calibrated, micro_batches: int) -> tuple[float, float]:
+def simulate(measured: Measured, calibrated: Calibrated) -> tuple[float, float]:
     """Tokens a second and bubble of the simulated pipe while all requests decode.
 
-    Args:
-        micro_batches: by which the rows of a plan are reckoned, for what lies between steps.
+    What lies between steps depends on whether all requests are in one plan, which the scheduler decides. So a
+    run with the time of such plans comes first, and counts if the scheduler makes such plans.
     """
     count = measured.point.concurrency
-    between_s = calibrated.turns.seconds(-(-count // micro_batches), alone=micro_batches == 1)
+    run, window = run_of(measured, calibrated, calibrated.turns.seconds(count, alone=True))
+    rows = collections.Counter(trip.num_tokens for trip in run.replicas[0].flow.kept()).most_common(1)[0][0]
+    if rows < count:
+        run, window = run_of(measured, calibrated, calibrated.turns.seconds(rows, alone=False))
+    idle_ns = sum(
+        span.end_ns - span.start_ns
+        for span in within(spans_of(timeline(run)), *window)
+        if span.phase in BUBBLES
+    )
+    tokens_s = [
+        (account.ended_s - account.first_token_s) / (account.num_tokens - 1) for account in run.accounts
+    ]
+    return sum(1.0 / seconds for seconds in tokens_s), idle_ns / (NUM_STAGES * (window[1] - window[0]))
+
+
+def run_of(
+    measured: Measured, calibrated: Calibrated, between_s: float
+) -> tuple[FinishedRun, tuple[int, int]]:
+    """Simulate a load; returns the run, and nanoseconds between which all requests decode.
+
+    Args:
+        between_s: seconds from a result to the plan that needs it.
+    """
+    count = measured.point.concurrency
     pipeline = SimulatedPipe(
         stages=calibrated.shared,
         alone=calibrated.alone,
@@ -122,14 +145,7 @@ def simulate(measured: Measured, calibrated: Calibrated, micro_batches: int) -> 
     run = Simulation(pipeline, settings, max_kept=KEPT_PLANS).run(requests)
     began_s = max(account.first_token_s for account in run.accounts)
     ended_s = min(account.ended_s for account in run.accounts)
-    tokens_s = [(account.ended_s - account.first_token_s) / (output_len - 1) for account in run.accounts]
-    window = round(1e9 * began_s), round(1e9 * ended_s)
-    idle_ns = sum(
-        span.end_ns - span.start_ns
-        for span in within(spans_of(timeline(run)), *window)
-        if span.phase in BUBBLES
-    )
-    return sum(1.0 / seconds for seconds in tokens_s), idle_ns / (NUM_STAGES * (window[1] - window[0]))
+    return run, (round(1e9 * began_s), round(1e9 * ended_s))
 
 
 if __name__ == "__main__":
