@@ -3,9 +3,9 @@
     python benchmarks/plan_accuracy.py [--models demo,0.5B] [--layouts 1x1,2x1,3x1,1x2,2x2] [--points 6]
                                        [--seed 0] [--rounds 3] [--window-s 2] [--max-tokens 16384]
 
-For each model and layout (stages x ranks) an engine is started. It is calibrated at a few fixed points: what
-the stages report there teaches the cost model of the scheduler, as the engine's own calibration does; what
-is left of the measured times is taken for what lies between steps. Other points are drawn from the seed:
+For each model and layout (stages x ranks) an engine is started. It is calibrated at a few fixed points: the
+costs of stages are fitted to what they report there, as the scheduler fits them; what is left of the measured
+times is taken for what lies between steps. Other points are drawn from the seed:
 concurrency 1 to 64 and prompts of 16 to 1,024 tokens, both evenly on a scale of powers, none of them a point
 of the calibration. At each point so many requests decode; the time per token and the bubble are those of a
 window in which all of them do, and the first token is that of one more request, sent while all others
@@ -58,20 +58,8 @@ from penstock.trace.phases import BUSY
 MODELS = ("demo", "0.5B")
 LAYOUTS = "1x1,2x1,3x1,1x2,2x2"
 CALIBRATION = (
-    *(
-        (1, 20),
-        (1, 200),
-        (1, 700),
-        (2, 100),
-        (3, 160),
-        (6, 40),
-        (6, 600),
-        (12, 24),
-        (12, 300),
-        (24, 32),
-        (24, 250),
-    ),
-    *((48, 64), (64, 24)),
+    *((1, 20), (1, 200), (1, 700), (2, 100), (3, 160), (6, 40), (6, 600)),
+    *((12, 24), (12, 300), (24, 32), (24, 250), (48, 64), (64, 24)),
 )  # (concurrency, prompt tokens)
 MAX_CONCURRENCY, MAX_PROMPT, MIN_PROMPT = 64, 1024, 16
 MAX_LEN = 2048
@@ -123,8 +111,7 @@ class Measured:
         """Return what a machine would have measured that takes so many times as long."""
 
         def slower(step: StepSample) -> StepSample:
-            return StepSample(
-                shape=step.shape,
+            return step._replace(
                 forward_s=factor * step.forward_s,
                 sample_s=factor * (step.sample_s or 0.0),
                 overhead_s=factor * step.overhead_s,
@@ -434,10 +421,8 @@ class Calibrated:
         Steps with all requests of a point are those of a single micro-batch, for which one stage after the
         other computes.
         """
-        shared, alone = (
-            [_stage_times(measured, stage, num_stages, alone=is_alone) for stage in range(num_stages)]
-            for is_alone in (False, True)
-        )
+        stages = [_stage_times(measured, stage, num_stages) for stage in range(num_stages)]
+        shared, alone = ([times[is_alone] for times in stages] for is_alone in (False, True))
         known = cls(shared=shared, alone=alone, spread=statistics.mean(each.spread for each in measured))
         for _ in range(FITS):
             known = replace(known, turns=known._corrected_turns(measured, sizes))
@@ -494,8 +479,8 @@ class Calibrated:
         return predict(self.shared, links, 1 << 40, load, sizes, alone=self.alone)
 
 
-def _stage_times(measured: Sequence[Measured], stage: int, num_stages: int, *, alone: bool) -> StageTimes:
-    """Return the times of one stage, as observed while no other stage computed, or while others did.
+def _stage_times(measured: Sequence[Measured], stage: int, num_stages: int) -> dict[bool, StageTimes]:
+    """Return the times of one stage: under True while no other stage computed, under False while others did.
 
     Where there are no such steps, those of the other kind stand for them. What attention takes in decodes is
     learnt from points with as many rows and other contexts.
@@ -505,20 +490,21 @@ def _stage_times(measured: Sequence[Measured], stage: int, num_stages: int, *, a
     for each in measured:
         count = each.point.concurrency
         chunks[count == 1] += typical(each.chunks[stage])
-        for is_alone in (False, True):
-            own = [
-                step
-                for step in each.samples[stage]
-                if (num_stages > 1 and step.shape.tokens == count) == is_alone
-            ]
-            decodes[is_alone].append(own)
-    known = alone if any(decodes[alone]) else not alone
+        for own in decodes.values():
+            own.append([])
+        for step in each.samples[stage]:
+            decodes[num_stages > 1 and step.shape.tokens == count][-1].append(step)
     alike: dict[tuple[bool, int], list[tuple[float, float]]] = {}
-    for is_alone in (False, True):
-        for rows, attended, seconds in _means(decodes[is_alone]):
+    for is_alone, points in decodes.items():
+        for rows, attended, seconds in _means(points):
             alike.setdefault((is_alone, rows), []).append((attended, seconds))
     slope = _slope(list(alike.values()))
-    return observed(decodes[known], chunks[alone] or chunks[True], None if slope is None else max(0.0, slope))
+    per_attended = None if slope is None else max(0.0, slope)
+    times = {}
+    for alone in (False, True):
+        known = alone if any(decodes[alone]) else not alone
+        times[alone] = observed(decodes[known], chunks[alone] or chunks[True], per_attended)
+    return times
 
 
 def fitted(decodes: Sequence[StepSample], chunks: Sequence[StepSample]) -> StageCost:

@@ -280,7 +280,7 @@ class _Chance:
 
     def __init__(self, seed: int, spread: float) -> None:
         self._random = np.random.Generator(np.random.PCG64(_whole(seed)))
-        self._spread = log_normal(spread) if spread else None
+        self._log_normal = log_normal(spread) if spread else None
 
     def late(self, jitters: Floats) -> Floats:
         """Return the seconds by which messages are late, each up to its jitter."""
@@ -289,10 +289,10 @@ class _Chance:
 
     def vary(self, works: Floats, stages: slice) -> Floats:
         """Return the seconds that a plan takes at each place, those of the stages varied at random."""
-        if self._spread is None:
+        if self._log_normal is None:
             return works
         varied = works.copy()
-        varied[stages] *= self._random.lognormal(*self._spread, len(works[stages]))
+        varied[stages] *= self._random.lognormal(*self._log_normal, len(works[stages]))
         return varied
 
 
