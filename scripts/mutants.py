@@ -1,10 +1,10 @@
 """Breaks the core mechanisms one at a time, and checks that their tests notice.
 
 Each mutant of `mutants.toml` is a change of a few words that a person could make by mistake, and names the
-fast tests that must fail for it. A copy of the package with the change stands before the installed one on the
-path of a pytest process and of all its children; the checkout is never touched. First the named tests have to
-pass without any change. What was found of a mutant is kept under `.mutants` for the present state of source
-and tests, so that a run that was interrupted goes on.
+fast tests that must fail for it. The package with the change stands, in a folder of its own, before the
+installed one on the path of a pytest process and of all its children; the checkout is never touched. First
+the named tests have to pass without any change. What was found of a mutant is kept under `.mutants` for the
+present state of source and tests, so that a run that was interrupted goes on.
 
     python scripts/mutants.py [--only NAME,NAME] [--shard 1/4] [--list] [--again] [--skip-clean]
 
@@ -157,16 +157,27 @@ class Findings:
 
 @contextmanager
 def overlay(mutant: Mutant | None) -> Iterator[Path]:
-    """A directory with a copy of the package, changed as the mutant says."""
+    """A directory with the package, changed as the mutant says."""
     with tempfile.TemporaryDirectory(prefix="penstock-mutant-") as name:
         directory = Path(name)
-        shutil.copytree(SOURCE / PACKAGE, directory / PACKAGE)  # compiled modules too, as old as the sources
+        # Compiled modules too, as old as the sources.
+        shutil.copytree(SOURCE / PACKAGE, directory / PACKAGE, copy_function=link_or_copy)
         if mutant is not None:
             path = directory / Path(mutant.file).relative_to(SOURCE.name)
-            path.write_text(mutant.changed(path.read_text(encoding="utf-8")), encoding="utf-8")
+            changed = mutant.changed(path.read_text(encoding="utf-8"))
+            path.unlink()  # its bytes may be those of the checkout
+            path.write_text(changed, encoding="utf-8")
             for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
                 compiled.unlink()
         yield directory
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """Give the file a second name, which is faster than a copy; copy it where that cannot be done."""
+    try:
+        os.link(source, target)
+    except OSError:  # between file systems
+        shutil.copy2(source, target)
 
 
 def environment(directory: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:

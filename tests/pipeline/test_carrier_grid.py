@@ -108,20 +108,40 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
+@pytest.fixture(scope="module")
+def in_one_memory(checkpoints: Any) -> Any:
+    """Answers by ranks in one memory, asked once for all carriers and depths: a depth changes no bit."""
+
+    @functools.cache
+    def ask(family: str, num_stages: int, tp: int, dtype: str) -> Answers:
+        return family_answers(checkpoints(family), "memory", num_stages, tp, dtype, async_depth=1)
+
+    return ask
+
+
 PROMPTS = [[(7 * i + 3 * j) % 150 for j in range(5 + 14 * i)] for i in range(3)]
 
 
-@pytest.mark.parametrize("case", quick_and_soaked(QUICK_FAMILIES, FAMILY_AXES), ids=str)
-def test_g1_a10_d13_families_over_streams_bit_for_bit(case: Case, checkpoints: Any) -> None:
-    family, carrier, num_stages, tp, dtype, async_depth = case
-    layout = {
-        "dtype": dtype,
-        "pipeline_parallel_size": num_stages,
-        "tensor_parallel_size": tp,
-        "async_depth": async_depth,
-        "prefill_chunk": 8,
-    }
-    model, counts = checkpoints(family), [12] * len(PROMPTS)
-    assert answers(model, carrier, PROMPTS, counts, **layout) == answers(
-        model, "memory", PROMPTS, counts, **layout
+def family_answers(
+    model: Path, carrier: str, num_stages: int, tp: int, dtype: str, async_depth: int
+) -> Answers:
+    return answers(
+        model,
+        carrier,
+        PROMPTS,
+        [12] * len(PROMPTS),
+        dtype=dtype,
+        pipeline_parallel_size=num_stages,
+        tensor_parallel_size=tp,
+        async_depth=async_depth,
+        prefill_chunk=8,
     )
+
+
+@pytest.mark.parametrize("case", quick_and_soaked(QUICK_FAMILIES, FAMILY_AXES), ids=str)
+def test_g1_a10_d13_families_over_streams_bit_for_bit(
+    case: Case, checkpoints: Any, in_one_memory: Any
+) -> None:
+    family, carrier, num_stages, tp, dtype, async_depth = case
+    found = family_answers(checkpoints(family), carrier, num_stages, tp, dtype, async_depth)
+    assert found == in_one_memory(family, num_stages, tp, dtype)

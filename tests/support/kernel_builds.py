@@ -53,6 +53,11 @@ def cache_directory() -> Path:
 SOAKED = ("-march=x86-64-v4", "-march=x86-64-v3 -mavxvnni", "-march=x86-64")
 
 
+def uses_tiles_of_native(flags: str) -> bool:
+    """Return whether these flags choose the same tiles and lanes as native ones do here, without AVX-512."""
+    return flags == "-march=x86-64-v3" and not {"avx512f", "avx_vnni"} & set(Machine.detect().cpu_flags)
+
+
 def targets(*, emulated: bool = False) -> list[Any]:
     """The flags that this machine can run, the fastest first, for `pytest.mark.parametrize`.
 
@@ -63,7 +68,7 @@ def targets(*, emulated: bool = False) -> list[Any]:
     return [
         pytest.param(
             flags,
-            marks=[pytest.mark.soak] if flags in soaked else [],
+            marks=[pytest.mark.soak] if flags in soaked or uses_tiles_of_native(flags) else [],
             id="emulated-tiles" if flags == EMULATED_TILES else flags,
         )
         for flags in every_target()

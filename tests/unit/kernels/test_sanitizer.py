@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kernel_builds import build_for, every_target
+from kernel_builds import build_for, every_target, uses_tiles_of_native
 from penstock.kernels.cpu.compiler import find_compiler
 
 pytestmark = pytest.mark.soak
@@ -22,8 +22,12 @@ HERE = Path(__file__).parent
 FILES = [
     f"test_cpu_{name}.py" for name in ("linear", "quantized", "attention", "kv_records", "head", "experts")
 ]
-# Two sets of tiles and lanes: whatever this machine has, and AVX2.
-TARGETS = [flags for flags in every_target() if flags in ("-march=native", "-march=x86-64-v3")]
+# Two sets of tiles and lanes, or one: whatever this machine has, and AVX2.
+TARGETS = [
+    flags
+    for flags in every_target()
+    if flags in ("-march=native", "-march=x86-64-v3") and not uses_tiles_of_native(flags)
+]
 SECONDS = 1800  # the child compiles, too: 9 minutes alone, and longer beside other parts of the soak
 
 # One row of memory, and a step of two.
