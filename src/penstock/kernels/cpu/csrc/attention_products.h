@@ -1,6 +1,6 @@
 // The inner loops of attention.cpp: scores of some query rows against a chunk of the context, their weights, the
-// weighted values, and the merging of chunks. Micro-kernels as in panels.h: up to kMaxRows rows by two vectors, one
-// accumulator for each number, summed in order.
+// weighted values, and the merging of chunks. Micro-kernels as in panels.h and half_panels.h: up to kMaxRows rows by
+// two vectors or one, one accumulator for each number, summed in order.
 #pragma once
 #include <algorithm>
 #include <utility>
@@ -147,6 +147,47 @@ private:
     int64_t size_;
 };
 
+#if defined(PENSTOCK_HALF_PANELS)
+// scores[r, tile] = <query r, keys of the tile>.
+template <class T, int rows>
+NOINLINE static void score(const typename Factor<T>::type* queries, const Streams<T>& tiles,
+                                            int begin, int end, int64_t num_steps, Fetch& fetch_ahead,
+                                            float* scores) {
+    constexpr int64_t kVector = kLanes * KVLayout<T>::kGroup;
+    Fetch fetch = fetch_ahead;  // in registers
+    for (int i = begin; i < end; i++) {
+        PairValues<typename Factor<T>::type, 1> values{queries};
+        HalfSums<rows> sums;
+        for (int64_t k = 0; k < num_steps; k++, values.at += rows) {
+            fetch.line();
+            sums.add_step(tiles.keys[i] + k * kVector, values);
+        }
+        sums.store_to(scores + i * kLanes, kRowStride);
+    }
+    fetch_ahead = fetch;
+}
+
+// values[r] = sum of weight * value over the tokens of tiles [begin, end).
+template <class T, int rows>
+NOINLINE static void weigh(const T* weights, const Streams<T>& tiles, int begin, int end,
+                                            int64_t num_slices, Fetch& fetch_ahead, float* values) {
+    constexpr int64_t kGroup = KVLayout<T>::kGroup, kVector = kLanes * kGroup, kSlice = kLanes * kLanes;
+    Fetch fetch = fetch_ahead;
+    for (int64_t slice = 0; slice < num_slices; slice++) {
+        HalfSums<rows> sums;
+        for (int i = begin; i < end; i++) {
+            PairValues<T, kRowStride> own{weights + i * kLanes};
+            const T* from = tiles.values[i] + slice * kSlice;
+            for (int64_t k = 0; k < kLanes / kGroup; k++, own.at += kGroup, from += kVector) {
+                fetch.line();
+                sums.add_step(from, own);
+            }
+        }
+        sums.store_to(values + slice * kLanes, num_slices * kLanes);
+    }
+    fetch_ahead = fetch;
+}
+#else
 // scores[r, tile] = <query r, keys of the tile>, tiles in pairs from an even one to an even one.
 template <class T, int rows>
 NOINLINE static void score(const typename Factor<T>::type* queries, const Streams<T>& tiles,
@@ -205,6 +246,7 @@ NOINLINE static void weigh(const T* weights, const Streams<T>& tiles, int begin,
     }
     fetch_ahead = fetch;
 }
+#endif
 
 template <class T>
 using Score = void (*)(const typename Factor<T>::type*, const Streams<T>&, int, int, int64_t, Fetch&, float*);

@@ -3,106 +3,6 @@
 
 #include "epilogue.h"
 
-#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(PENSTOCK_ADDS_QUADS)
-#define PENSTOCK_ADDS_IN_16_BITS
-#endif
-
-// Rows that go over a panel at once, and registers of its 32 outputs that are summed at once: as many sums and results
-// as there are registers for.
-constexpr int kParts = kPanel / kRegister;
-#if defined(__AVX512F__)
-constexpr int kRowsAtOnce = 5, kPartsAtOnce = kParts;
-#elif defined(__AVX2__)
-constexpr int kRowsAtOnce = 4, kPartsAtOnce = 1;
-#else
-constexpr int kRowsAtOnce = 1, kPartsAtOnce = 1;
-#endif
-
-// Sums of products of bytes for some rows. `largest` is the largest q.
-template <int rows, int largest>
-struct QuadSums {
-    i32r of[rows][kPartsAtOnce];
-
-    // Starts the sums of row `r` at minus `zero` times the sum of its activations.
-    [[gnu::always_inline]] void begin(int r, const RoundedGroup& rounded, int32_t zero) {
-        const int32_t start = kTakesSigned ? 0 : rounded.start * zero;
-        for (int i = 0; i < kPartsAtOnce; i++) of[r][i] = start - i32r{};
-    }
-
-    // `weights(quad, i)` is register i of a quad.
-    template <int quads, class Weights>
-    [[gnu::always_inline]] void add(const Weights& weights, const int8_t* const* x) {
-#if defined(PENSTOCK_ADDS_IN_16_BITS)
-        if constexpr (kTakesSigned)
-            add_signed<quads>(weights, x);
-        else
-            add_narrow<quads>(weights, x);
-#else
-#pragma GCC unroll 8
-        for (int quad = 0; quad < quads; quad++)
-#pragma GCC unroll 8
-            for (int i = 0; i < kPartsAtOnce; i++) {
-                const i32r own = weights(quad, i);
-#pragma GCC unroll 12
-                for (int r = 0; r < rows; r++)
-                    of[r][i] = add_quads(of[r][i], own, spread(quad_at(x[r] + quad * kQuad)));
-            }
-#endif
-    }
-
-#if defined(PENSTOCK_ADDS_IN_16_BITS)
-private:
-    // How many quads' products with activations (at most 127 in magnitude) fit 16 bits when added up. A 16-bit lane
-    // takes two of a quad's four products.
-    static constexpr int kFitting = 32767 / (2 * 127 * largest);
-
-    // Whether not even one quad fits: then the magnitude of q - 128 is multiplied with activations that take its sign.
-    static constexpr bool kTakesSigned = kFitting == 0;
-
-    [[gnu::always_inline]] static __m256i row_quad(const int8_t* x, int quad) {
-        return _mm256_set1_epi32(quad_at(x + quad * kQuad));
-    }
-
-    template <int quads, class Weights>
-    [[gnu::always_inline]] void add_narrow(const Weights& weights, const int8_t* const* x) {
-        constexpr int kAtOnce = kFitting < quads ? kFitting : quads;
-        const __m256i ones = _mm256_set1_epi16(1);
-        for (int first = 0; first < quads; first += kAtOnce) {
-            __m256i halves[rows];
-#pragma GCC unroll 8
-            for (int quad = first; quad < first + kAtOnce; quad++) {
-                const __m256i own = (__m256i)weights(quad, 0);
-#pragma GCC unroll 12
-                for (int r = 0; r < rows; r++) {
-                    const __m256i products = _mm256_maddubs_epi16(own, row_quad(x[r], quad));
-                    halves[r] = quad == first ? products : _mm256_add_epi16(halves[r], products);
-                    asm("" : "+x"(halves[r]));  // else GCC adds pairwise, and runs out of registers
-                }
-            }
-#pragma GCC unroll 12
-            for (int r = 0; r < rows; r++) of[r][0] += (i32r)_mm256_madd_epi16(halves[r], ones);
-        }
-    }
-
-    template <int quads, class Weights>
-    [[gnu::always_inline]] void add_signed(const Weights& weights, const int8_t* const* x) {
-        const __m256i ones = _mm256_set1_epi16(1);
-#pragma GCC unroll 8
-        for (int quad = 0; quad < quads; quad++) {
-            const __m256i own = (__m256i)(weights(quad, 0) ^ (int32_t)0x80808080), magnitude = _mm256_abs_epi8(own);
-#pragma GCC unroll 12
-            for (int r = 0; r < rows; r++) {
-                const __m256i with = _mm256_sign_epi8(row_quad(x[r], quad), own);
-                of[r][0] += (i32r)_mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, with), ones);
-            }
-        }
-    }
-#else
-private:
-    static constexpr bool kTakesSigned = false;
-#endif
-};
-
 // Memory that is needed later, fetched piece by piece beside a product.
 struct Fetching {
     const uint8_t* from;
@@ -158,7 +58,7 @@ private:
         for (int part = 0; part < kParts; part += kPartsAtOnce) {
             QuadSums<rows, kForm.largest()> sums;
 #pragma GCC unroll 12
-            for (int r = 0; r < rows; r++) sums.begin(r, *rounded[r], kForm.zero);
+            for (int r = 0; r < rows; r++) sums.begin(r, start_of(*rounded[r]));
             const auto weights = [unit, part, first](int quad, int i) __attribute__((always_inline)) {
                 return (i32r)UnitOfType<type>::quad_of(unit + (part + i) * sizeof(u32r), first + quad);
             };
@@ -176,6 +76,11 @@ private:
             asm("" : "+r"(values[r]), "+r"(rounded[r]));
 #endif
         }
+    }
+
+    // Where the sums of a row start: at minus the format's zero times the sum of its activations.
+    [[gnu::always_inline]] static i32r start_of(const RoundedGroup& rounded) {
+        return (QuadSums<rows, kForm.largest()>::kTakesSigned ? 0 : rounded.start * kForm.zero) - i32r{};
     }
 
     // Adds sums to the results for register `part` of the outputs: as floats, in one order everywhere.

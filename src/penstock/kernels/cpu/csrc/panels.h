@@ -11,6 +11,7 @@
 #pragma once
 #include <type_traits>
 
+#include "half_panels.h"
 #include "many_rows.h"
 #include "shares.h"
 #include "tiles.h"
@@ -20,7 +21,8 @@ constexpr int kPanel = 32;
 #if defined(__AVX512F__)
 constexpr int kMaxRows = 12;  // 2 accumulators a row, 24 of 32 registers
 #else
-constexpr int kMaxRows = 3;  // 4 half-width accumulators a row, 12 of 16
+#define PENSTOCK_HALF_PANELS
+constexpr int kMaxRows = 5;  // 2 half-width accumulators a row, 10 of 16
 #endif
 
 INLINE int64_t num_panels(int64_t out_size) { return (out_size + kPanel - 1) / kPanel; }
@@ -142,6 +144,14 @@ struct TileForm<bf16> {
 };
 #endif
 
+// Whether a product of so many rows takes all 32 outputs at once.
+template <int rows>
+#if defined(PENSTOCK_HALF_PANELS)
+constexpr bool kTakesWhole = rows == 1;
+#else
+constexpr bool kTakesWhole = true;
+#endif
+
 // Rows and packed weights, as code that runs over panels takes them. A call with (shapes, first_row, rows, panel, tile)
 // computes tile[r * 32 + j] = <x[first_row + r], W[32 * panel + j]>, with 1 <= rows <= rows_at_once() <= kMostRows.
 template <class T>
@@ -156,7 +166,11 @@ struct DensePanels : TileForm<T> {
 
     template <int rows>
     __attribute__((noinline)) void of(int64_t first_row, int64_t panel, float* tile) const {
-        multiply<rows>(x + first_row * x_stride, x_stride, weight + panel * panel_elements(weight, in_size), in_size, tile);
+        const T *own = x + first_row * x_stride, *weights = weight + panel * panel_elements(weight, in_size);
+        if constexpr (kTakesWhole<rows>)
+            multiply<rows>(own, x_stride, weights, in_size, tile);
+        else
+            multiply_by_halves<rows>(own, x_stride, weights, in_size, tile);
     }
 
     __attribute__((noinline)) void operator()(typename TileForm<T>::Shapes& shapes, int64_t first_row, int rows,
@@ -170,9 +184,9 @@ struct DensePanels : TileForm<T> {
             case 1: return of<1>(first_row, panel, tile);
             case 2: return of<2>(first_row, panel, tile);
             case 3: return of<3>(first_row, panel, tile);
-#if defined(__AVX512F__)
             case 4: return of<4>(first_row, panel, tile);
             case 5: return of<5>(first_row, panel, tile);
+#if defined(__AVX512F__)
             case 6: return of<6>(first_row, panel, tile);
             case 7: return of<7>(first_row, panel, tile);
             case 8: return of<8>(first_row, panel, tile);

@@ -18,63 +18,13 @@
 #pragma once
 #include "abi.h"
 #include "panels.h"
+#include "quad_sums.h"
 #include "quantized_tiles.h"
 #include "rounded_rows.h"
-
-constexpr int kQuad = 4;
 
 INLINE int64_t quantized_panel_bytes(int64_t in_size, int bits) {
     return divide_up(in_size, 32 / bits) * kPanel * kQuad;
 }
-
-#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
-#define PENSTOCK_ADDS_QUADS
-#endif
-
-#if defined(PENSTOCK_ADDS_QUADS)
-using Quads = i32r;
-
-INLINE Quads spread(int32_t quad) { return quad - i32r{}; }
-
-// total += the 4 products of unsigned weights and signed activations, lane by lane, in 32 bits
-INLINE i32r add_quads(i32r total, i32r weights, const Quads& x) {
-#if defined(__AVX512F__)
-    return (i32r)_mm512_dpbusd_epi32((__m512i)total, (__m512i)weights, (__m512i)x);
-#else
-    return (i32r)_mm256_dpbusd_avx_epi32((__m256i)total, (__m256i)weights, (__m256i)x);
-#endif
-}
-#else
-using i16r = int16_t __attribute__((vector_size(4 * kRegister)));
-
-// Even and odd bytes as 16-bit numbers. (VPMADDUBSW would need no widening, but saturates.)
-struct Quads {
-    i32r even, odd;
-};
-
-INLINE Quads spread(int32_t quad) {
-    i16r halves = (i16r)(quad - i32r{});
-    return {(i32r)(halves << 8 >> 8), (i32r)(halves >> 8)};
-}
-
-// a.even * b.even + a.odd * b.odd over the 16-bit halves of each lane
-INLINE i32r multiply_halves(i32r a, i32r b) {
-#if defined(__AVX512BW__)
-    return (i32r)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-    return (i32r)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#elif defined(__SSE2__) && !defined(__AVX__)
-    return (i32r)_mm_madd_epi16((__m128i)a, (__m128i)b);
-#else
-    return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
-#endif
-}
-
-INLINE i32r add_quads(i32r total, i32r weights, const Quads& x) {
-    total += multiply_halves(weights & 0x00ff00ff, x.even);
-    return total + multiply_halves(weights >> 8 & 0x00ff00ff, x.odd);
-}
-#endif
 
 INLINE i32x16 load_lanes(const void* from) {
     i32x16 lanes;
@@ -82,11 +32,21 @@ INLINE i32x16 load_lanes(const void* from) {
     return lanes;
 }
 
-INLINE int32_t quad_at(const int8_t* x) {
-    int32_t quad;
-    memcpy(&quad, x, kQuad);
-    return quad;
-}
+// Whether sums of weights of so many bits are taken in 16 bits (quad_sums.h). With 8 bits that is slower than products
+// of halves are.
+template <int bits>
+#if defined(PENSTOCK_ADDS_IN_16_BITS)
+constexpr bool kAddsIn16Bits = bits == 4;
+#else
+constexpr bool kAddsIn16Bits = false;
+#endif
+
+template <int bits>
+#if defined(__AVX512F__)
+constexpr int kRowsOfBytes = kMaxRows;
+#else
+constexpr int kRowsOfBytes = kAddsIn16Bits<bits> ? kRowsAtOnce : 3;  // 4 half-width sums a row, 12 of 16
+#endif
 
 // The sums of a group for some rows and the 32 outputs of a panel.
 template <int rows>
@@ -177,23 +137,26 @@ struct QuantizedWeight {
 };
 
 // As TileForm, for products of bytes.
+template <int bits>
 struct ByteTileForm {
 #if defined(PENSTOCK_BYTE_TILES)
     using Shapes = TileShapes;
     static constexpr bool kTakesMany = true;
     static constexpr int kMostRows = 256;
-    static int rows_at_once() { return kHasTiles ? kMostRows : kMaxRows; }
+    static int rows_at_once() { return kHasTiles ? kMostRows : kRowsOfBytes<bits>; }
 #else
     using Shapes = NoShapes;
     static constexpr bool kTakesMany = false;
-    static constexpr int kMostRows = kMaxRows;
-    static int rows_at_once() { return kMaxRows; }
+    static constexpr int kMostRows = kRowsOfBytes<bits>;
+    static int rows_at_once() { return kRowsOfBytes<bits>; }
 #endif
 };
 
 // As DensePanels, over rows that have been rounded.
 template <int bits>
-struct QuantizedPanels : ByteTileForm {
+struct QuantizedPanels : ByteTileForm<bits> {
+    using typename ByteTileForm<bits>::Shapes;
+
     RoundedRows x;
     QuantizedWeight w;
 
@@ -210,13 +173,14 @@ struct QuantizedPanels : ByteTileForm {
     __attribute__((noinline)) void operator()(Shapes& shapes, int64_t first_row, int rows, int64_t panel,
                                               float* tile) const {
 #if defined(PENSTOCK_BYTE_TILES)
-        if (rows > kMaxRows && has_byte_tiles())
+        if (rows > kRowsOfBytes<bits> && has_byte_tiles())
             return by_tiles(shapes, first_row, rows, panel, 0, num_parts(), tile);
 #endif
         (void)shapes;
-        for (int first = 0; first < rows; first += kMaxRows) {
-            int own = rows - first < kMaxRows ? rows - first : kMaxRows;
-            tile_of<kMaxRows>(first_row + first, own, panel, tile + first * kPanel);
+        const int turns = divide_up(rows, kRowsOfBytes<bits>);
+        for (int turn = 0; turn < turns; turn++) {
+            const int first = rows * turn / turns, end = rows * (turn + 1) / turns;
+            tile_of<kRowsOfBytes<bits>>(first_row + first, end - first, panel, tile + first * kPanel);
         }
     }
 
@@ -240,6 +204,7 @@ struct QuantizedPanels : ByteTileForm {
 private:
     template <int rows, bool has_zeros>
     [[gnu::always_inline]] void few_rows(int64_t first_row, int64_t panel, float* tile) const {
+        if constexpr (kAddsIn16Bits<bits>) return rows_in_16_bits<rows, has_zeros>(first_row, panel, tile);
         for (int i = 0; i < rows * kPanel; i++) tile[i] = 0.0f;
         for_parts(panel, 0, num_parts(), [&](const Group& group, int64_t part, int64_t start, int64_t count,
                                              const uint8_t* from) __attribute__((always_inline)) {
@@ -256,6 +221,63 @@ private:
         });
     }
 
+    // One register of outputs after the other: so the sums of all rows, and what is made of the weights, fit.
+    template <int rows, bool has_zeros>
+    [[gnu::always_inline]] void rows_in_16_bits(int64_t first_row, int64_t panel, float* tile) const {
+        memset(tile, 0, rows * kPanel * sizeof(float));
+        for_parts(panel, 0, num_parts(), [&](const Group& group, int64_t part, int64_t start, int64_t count,
+                                             const uint8_t* from) __attribute__((always_inline)) {
+            f32r scales[kParts];
+            i32r zeros[kParts];
+            split(group.scale_low, group.scale_high, scales);
+            split(group.zero_low, group.zero_high, zeros);
+#pragma GCC unroll 4
+            for (int i = 0; i < kParts; i++) {
+                QuadSums<rows, (1 << bits) - 1> sums;
+                const int8_t* values[rows];
+#pragma GCC unroll 4
+                for (int r = 0; r < rows; r++) {
+                    const RoundedGroup& rounded = x.groups(first_row + r)[part];
+                    sums.begin(r, start_of<has_zeros>(rounded, zeros[i]));
+                    values[r] = x.values(first_row + r) + start;
+                }
+                add_register(sums, from + i * sizeof(i32r), values, count);
+#pragma GCC unroll 4
+                for (int r = 0; r < rows; r++) {
+                    float* result = tile + r * kPanel + i * kRegister;
+                    const f32r scale = scales[i] * (x.groups(first_row + r)[part].scale - f32r{});
+                    store(result, fma(__builtin_convertvector(sums.of[r][0], f32r), scale, load_register(result)));
+                }
+            }
+        });
+    }
+
+    // Adds the products of `count` inputs for one register of outputs. `values` is zero from the row's end on.
+    template <int rows, int largest>
+    [[gnu::always_inline]] static void add_register(QuadSums<rows, largest>& sums, const uint8_t* from,
+                                                    const int8_t* (&values)[rows], int64_t count) {
+        constexpr int kOfLine = 8 / bits;  // quads
+        const auto weights = [&from](int quad, int) __attribute__((always_inline)) {
+            i32r words;
+            memcpy(&words, from + quad / kOfLine * kPanel * kQuad, sizeof(words));
+            return bits == 8 ? words : words >> quad % kOfLine * 4 & 0x0f0f0f0f;
+        };
+        const auto pass = [&](int quads) __attribute__((always_inline)) {
+            from += quads / kOfLine * kPanel * kQuad;
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) values[r] += quads * kQuad;
+        };
+        int64_t lines = divide_up(count, kOfLine * kQuad);
+        for (; lines >= 8 / kOfLine; lines -= 8 / kOfLine) {
+            sums.template add<8>(weights, values);
+            pass(8);
+        }
+        for (; lines > 0; lines--) {
+            sums.template add<kOfLine>(weights, values);
+            pass(kOfLine);
+        }
+    }
+
     // Scales and zeros of a panel for one group of weights.
     struct Group {
         f32x16 scale_low, scale_high;
@@ -269,10 +291,10 @@ private:
     }
 
     // What the sum of a row's products over a part of its inputs starts from: minus the zeros times the inputs' sum.
-    template <bool has_zeros>
-    [[gnu::always_inline]] static i32x16 start_of(const RoundedGroup& rounded, i32x16 zeros) {
+    template <bool has_zeros, class Lanes>
+    [[gnu::always_inline]] static Lanes start_of(const RoundedGroup& rounded, const Lanes& zeros) {
         constexpr int kMiddleBits = bits - 1;  // rounded.start >> kMiddleBits is minus the sum, exactly
-        return has_zeros ? (rounded.start >> kMiddleBits) * zeros : rounded.start - i32x16{};
+        return has_zeros ? (rounded.start >> kMiddleBits) * zeros : rounded.start - Lanes{};
     }
 
     // Adds the sums of a row over a part of its inputs to its 32 results.
