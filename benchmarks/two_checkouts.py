@@ -1,11 +1,13 @@
 """Two checkouts of the package against each other: decode rate and CPU time, in turns, with intervals.
 
     python benchmarks/two_checkouts.py OTHER_CHECKOUT [--model demo] [--batches 1,8,32] [--rounds 30]
+    python benchmarks/two_checkouts.py OTHER_CHECKOUT --batches 1 --prompt 512 --tokens 1    # first tokens
 
 Each checkout is run by its own `.venv`. Three engines are loaded: of this checkout, of the other, and of the
-other once more, as the control (A against A). In each round all three decode the same batch, in an order that
-turns; the ratio of a round is this checkout's figure by the other's. Prints the median ratio and the 95 %
-interval of the median by bootstrap, for tokens a second and for CPU seconds of all processes, as Markdown.
+other once more, as the control (A against A). In each round all three generate for the same batch, in an
+order that turns; the ratio of a round is this checkout's figure by the other's. Prints the median ratio and
+the 95 % interval of the median by bootstrap, for tokens a second and for CPU seconds of all processes, as
+Markdown.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ PROGRAM = HERE / "decode_turns.py"
 class Engine:
     """The engine of one checkout, in processes of its own."""
 
-    def __init__(self, checkout: Path, model: str, stages: int, tokens: int) -> None:
+    def __init__(self, checkout: Path, model: str, stages: int, prompt: int, tokens: int) -> None:
         python = checkout / ".venv" / "bin" / "python"
-        words = [model, "--stages", str(stages), "--tokens", str(tokens)]
+        words = [model, "--stages", str(stages), "--prompt", str(prompt), "--tokens", str(tokens)]
         self._process = subprocess.Popen(
             [str(python), str(PROGRAM), *words],
             cwd=checkout,
@@ -78,11 +80,13 @@ def main() -> int:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--prompt", type=int, default=3, metavar="TOKENS")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=30)
     options: Any = parser.parse_args()
     checkouts = (HERE.parent, options.other.resolve(), options.other.resolve())
-    engines = [Engine(checkout, options.model, options.stages, options.tokens) for checkout in checkouts]
+    words = (options.model, options.stages, options.prompt, options.tokens)
+    engines = [Engine(checkout, *words) for checkout in checkouts]
     print("| B | tokens/s here | other | rate, here/other | control | CPU, here/other | control |")
     print("|---|---|---|---|---|---|---|")
     for batch in map(int, options.batches.split(",")):
