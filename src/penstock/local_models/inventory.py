@@ -6,13 +6,14 @@ files. `cli.models.verdicts` finds out whether a model can run.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from penstock.errors import ModelConfigError
-from penstock.gguf.part_names import SUFFIX
+from penstock.gguf.part_names import PART_STEM, SUFFIX
 from penstock.local_models.gguf_names import gguf_models, shortest_name
 from penstock.local_models.hub_cache import MAIN, CachedRepository, cached_repositories, files_below
 from penstock.local_models.lm_studio import LmStudioModel, lm_studio_models
@@ -91,7 +92,18 @@ def _of_snapshot(name: str, revisions: list[str], snapshot: Path) -> Iterator[En
     has_weights = any(file.suffix == ".safetensors" for file in others)
     if others and (has_weights or not models):
         shown = name if is_main else str(snapshot)
-        yield _entry(shown, revision, commit, "safetensors" if has_weights else "other", snapshot, others)
+        kind = "incomplete" if _lacks_shards(others) else "safetensors" if has_weights else "other"
+        yield _entry(shown, revision, commit, kind, snapshot, others)
+
+
+def _lacks_shards(files: Iterable[Path]) -> bool:
+    """Return whether some of `NAME-00001-of-0000N.safetensors` are there, and others are not."""
+    found = Counter(
+        (file.parent, name["stem"], int(name["count"]))
+        for file in files
+        if file.suffix == ".safetensors" and (name := PART_STEM.fullmatch(file.stem))
+    )
+    return any(number < count for (*_, count), number in found.items())
 
 
 def _entry(

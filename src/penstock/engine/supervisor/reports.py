@@ -287,14 +287,16 @@ class SteadyReporter:
 
 
 class LogReporter:
-    """A reporter for programs that use the engine as a library: it logs events, as INFO.
+    """A reporter for programs that use the engine as a library: it logs events.
 
-    It logs every event that has a line (`event_line`), except progress of loads.
+    It logs every event that has a line (`event_line`), except progress of loads: cautions and losses as
+    WARNING, which Python shows to programs that have not set up logging, and all else as INFO.
     """
 
     def report(self, event: Event) -> None:
         if not isinstance(event, LoadProgress) and (line := event_line(event)):
-            _LOG.info("%s", line)
+            is_warning = isinstance(event, Caution | StageLost | FrontLost)
+            _LOG.log(logging.WARNING if is_warning else logging.INFO, "%s", line)
 
 
 class PlainReporter:

@@ -114,6 +114,20 @@ def test_ls_as_json(cache: Path) -> None:
     ]
 
 
+def test_ls_tells_that_shards_are_missing(cache: Path) -> None:
+    snapshot = known_model(cache, "org/known")
+    weights = snapshot / "model.safetensors"
+    for number in (1, 3):
+        shutil.copy(weights, snapshot / f"model-{number:05}-of-00003.safetensors")
+    weights.unlink()
+    (known,) = json.loads(penstock("ls", "--json")[1])
+    assert (known["kind"], known["runs"]) == ("incomplete", "no")
+    assert known["reason"] == "its download is not complete; pull it again"
+    shutil.copy(snapshot / "model-00001-of-00003.safetensors", snapshot / "model-00002-of-00003.safetensors")
+    (known,) = json.loads(penstock("ls", "--json")[1])
+    assert (known["kind"], known["runs"]) == ("safetensors", "yes")
+
+
 def test_ls_tells_a_gguf_file_by_its_header(cache: Path) -> None:
     snapshot = in_hub_cache(cache, "org/quantised", {"a-Q8_0.gguf": b"no GGUF", "b-Q8_0.gguf": b"x"})
     write_gguf(snapshot / "b-Q8_0.gguf", {"general.architecture": "qwen3"}, {})

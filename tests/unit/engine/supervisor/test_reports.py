@@ -15,12 +15,14 @@ from penstock.engine.supervisor.reports import (
     EngineFailed,
     EngineReady,
     Event,
+    FrontLost,
     HostSaid,
     LoadProgress,
     LogReporter,
     ModelFound,
     PlainReporter,
     StageLoaded,
+    StageLost,
     StageReady,
     rank_parts,
 )
@@ -91,8 +93,20 @@ def test_a_library_logs_what_a_program_prints_but_for_progress(
         for event in EVENTS:
             LogReporter().report(event)
     assert [record.getMessage() for record in caplog.records] == printed(*EVENTS)
-    assert {record.levelno for record in caplog.records} == {logging.INFO}
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == ["warning: tools will not work."]
+    assert {record.levelno for record in caplog.records} == {logging.INFO, logging.WARNING}
     assert capsys.readouterr() == ("", ""), "nobody asked for it"
+
+
+def test_a_library_warns_of_losses(caplog: pytest.LogCaptureFixture) -> None:
+    error = ErrorInfo(kind="StageLostError", message="the process was killed.")
+    for event in (StageLost(error=error, epoch=3, restarts=["stage 1"]), FrontLost(error=error)):
+        LogReporter().report(event)
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
+        (logging.WARNING, "lost: the process was killed. Epoch 3 is over, stage 1 starts again"),
+        (logging.WARNING, "lost: the process was killed. It starts again"),
+    ]
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
