@@ -7,6 +7,7 @@ chunks, windows and caches the text came through; that of tokens is an engine wi
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 from collections.abc import Sequence
@@ -60,6 +61,24 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
         is_right: make_with_mtp(tmp_path_factory.mktemp("mtp"), is_right=is_right)
         for is_right in (False, True)
     }
+
+
+@pytest.fixture(scope="module")
+def references(models: dict[bool, Path]) -> dict[bool, MTPReference]:
+    return {is_right: MTPReference(model) for is_right, model in models.items()}
+
+
+@pytest.fixture(scope="module")
+def without_the_layer(models: dict[bool, Path]) -> Any:
+    """What `generate` finds without speculation, asked once for all cases of a shape."""
+
+    @functools.cache
+    def ask(is_right: bool, block_size: int, tensor_parallel: int, dtype: str) -> Any:
+        shape = {"block_size": block_size, "tensor_parallel_size": tensor_parallel, "dtype": dtype}
+        with engine(models[is_right], **shape) as llm:
+            return generate(llm)
+
+    return ask
 
 
 def engine(model: Path, **given: Any) -> LLM:
@@ -141,7 +160,12 @@ class Heard:
 @pytest.mark.parametrize("chunk", [5, 512])
 @pytest.mark.parametrize(("num_stages", "is_right"), [(1, False), (2, True), (3, False)])
 def test_guesses_are_those_of_the_layer_over_the_whole_text(
-    num_stages: int, is_right: bool, chunk: int, models: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
+    num_stages: int,
+    is_right: bool,
+    chunk: int,
+    models: dict[bool, Path],
+    references: dict[bool, MTPReference],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Prompts in chunks, windows with wrong guesses, and more requests than rows."""
     heard = Heard(monkeypatch)
@@ -157,7 +181,7 @@ def test_guesses_are_those_of_the_layer_over_the_whole_text(
         sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
         llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False)
         stats = told(llm)
-    assert heard.check(MTPReference(models[is_right])) > 60  # how many more depends on when results come
+    assert heard.check(references[is_right]) > 60  # how many more depends on when results come
     assert stats.drafter == "mtp"
     if is_right:
         assert stats.num_accepted > 0.6 * stats.num_drafted > 0
@@ -166,7 +190,10 @@ def test_guesses_are_those_of_the_layer_over_the_whole_text(
 @pytest.mark.usefixtures("bold")
 @pytest.mark.parametrize("shape", [{"tensor_parallel_size": 2}, {"prefill_chunk": 8}], ids=str)
 def test_guesses_are_the_same_by_several_ranks_and_behind_a_prefix_that_is_found(
-    shape: dict[str, Any], models: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
+    shape: dict[str, Any],
+    models: dict[bool, Path],
+    references: dict[bool, MTPReference],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     heard = Heard(monkeypatch)
     sampling = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
@@ -178,7 +205,7 @@ def test_guesses_are_the_same_by_several_ranks_and_behind_a_prefix_that_is_found
     found = [[output.outputs[0].token_ids for output in outputs] for outputs in rounds]
     assert found[0] == found[1]
     assert all(output.num_cached_tokens for output in rounds[1])
-    assert heard.check(MTPReference(models[False])) > 60
+    assert heard.check(references[False]) > 60
 
 
 @pytest.mark.usefixtures("bold")
@@ -216,18 +243,17 @@ def test_blocks_that_come_from_a_store_bring_nothing_for_the_layer(
 @pytest.mark.deep
 @pytest.mark.usefixtures("bold")
 @pytest.mark.parametrize("case", sampled(CASES, 8), ids=str)
-def test_d5_d7_the_layer_changes_no_token(case: Case, models: dict[bool, Path]) -> None:
+def test_d5_d7_the_layer_changes_no_token(
+    case: Case, models: dict[bool, Path], without_the_layer: Any
+) -> None:
     given = dict(zip(AXES, case, strict=True))
-    model = models[given["is_right"]]
-    shape: dict[str, Any] = {
-        "block_size": given["block_size"],
-        "tensor_parallel_size": given["tensor_parallel"],
-        "dtype": given["dtype"],
-    }
-    with engine(model, **shape) as llm:
-        expected = generate(llm)
+    shape = {name: given[name] for name in ("is_right", "block_size", "tensor_parallel", "dtype")}
+    expected = without_the_layer(**shape)
     with engine(
-        model,
+        models[given["is_right"]],
+        block_size=given["block_size"],
+        tensor_parallel_size=given["tensor_parallel"],
+        dtype=given["dtype"],
         pipeline_parallel_size=given["num_stages"],
         async_depth=given["async_depth"],
         prefill_chunk=given["chunk"],
@@ -235,7 +261,6 @@ def test_d5_d7_the_layer_changes_no_token(case: Case, models: dict[bool, Path]) 
         max_num_seqs=given["max_num_seqs"],
         speculative_method="mtp",
         num_speculative_tokens=given["num_drafts"],
-        **shape,
     ) as llm:
         rounds = [generate(llm) for _ in range(1 + given["prefix_hits"])]
         stats = told(llm)

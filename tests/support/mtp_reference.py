@@ -32,6 +32,7 @@ class MTPReference:
         own |= _stacked(experts)
         self._layer.load_state_dict(own)
         self._layer.eval()
+        self._known: dict[tuple[int, ...], list[int]] = {}
 
     def _norm(self, weight: Tensor) -> nn.Module:
         norm: nn.Module = type(self._model.model.norm)(len(weight), self._model.config.rms_norm_eps)
@@ -58,9 +59,15 @@ class MTPReference:
         states: Tensor = self._model.model(torch.tensor([token_ids])).last_hidden_state[0]
         return states
 
-    @torch.inference_mode()
     def guesses(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """The likeliest tokens behind these, each guessed from the ones before."""
+        """The likeliest tokens behind these, each guessed from the ones before. What was asked is kept."""
+        asked = (*token_ids, -1, count)
+        if asked not in self._known:
+            self._known[asked] = self._guess(token_ids, count)
+        return self._known[asked]
+
+    @torch.inference_mode()
+    def _guess(self, token_ids: Sequence[int], count: int) -> list[int]:
         states, following = self.model_states(token_ids)[:-1], list(token_ids[1:])
         guessed: list[int] = []
         while len(guessed) < count:
