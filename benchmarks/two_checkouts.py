@@ -69,7 +69,7 @@ def row(batch: int, tokens: int, rounds: Sequence[Sequence[dict[str, float]]]) -
         return [(one[place][key] / one[1][key]) ** sign for one in rounds if one[1][key] and one[place][key]]
 
     cells = [ratios("seconds", 0, -1), ratios("seconds", 2, -1), ratios("cpu_s", 0, 1), ratios("cpu_s", 2, 1)]
-    return f"| {batch} | {rates[0]:.0f} | {rates[1]:.0f} | {' | '.join(map(shown, cells))} |"
+    return f"| {batch} | {rates[0]:.3g} | {rates[1]:.3g} | {' | '.join(map(shown, cells))} |"
 
 
 def main() -> int:

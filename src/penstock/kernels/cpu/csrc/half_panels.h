@@ -12,7 +12,7 @@
 #include "vec.h"
 
 constexpr int kHalfPanel = kLanes;
-constexpr int kWideInputs = 256;  // inputs of a pass
+constexpr int kWideInputs = 64;  // inputs of a pass
 constexpr int kHalfParts = kHalfPanel / kRegister;
 
 // Makes the compiler load again what lies at `at`, instead of keeping it in registers that sums need.
@@ -119,6 +119,21 @@ private:
     }
 };
 
+// One pass of `add_inputs`. It fetches what the same pass over the next inputs reads: every other line alone is no stream
+// to the processor.
+template <int rows, class T>
+INLINE void add_half(const float* x, const T* w, int64_t count, float* tile) {
+    constexpr int kStep = 4 / sizeof(T), kLine = 2 * kHalfPanel * kStep;
+    HalfSums<rows> sums;
+    sums.load_from(tile);
+    for (int64_t k = 0; k < count; k += kStep, w += kLine) {
+        __builtin_prefetch(w + kWideInputs / kStep * kLine, 0, 2);
+        WideValues values{x + k / kStep};
+        sums.add_step(w, values);
+    }
+    sums.store_to(tile, 2 * kHalfPanel);
+}
+
 // Adds the products of `count` inputs, whose values `widen_inputs` has written, to the tile.
 template <int rows, class T>
 INLINE void add_inputs(const float* x, const T* w, int64_t count, float* tile) {
@@ -135,16 +150,8 @@ INLINE void add_inputs(const float* x, const T* w, int64_t count, float* tile) {
         low.store_to(tile, 2 * kHalfPanel);
         high.store_to(tile + kHalfPanel, 2 * kHalfPanel);
     } else {
-        for (int half = 0; half < 2; half++, w += kHalf, tile += kHalfPanel) {
-            HalfSums<rows> sums;
-            sums.load_from(tile);
-            const T* from = w;
-            for (int64_t k = 0; k < count; k += kStep, from += 2 * kHalf) {
-                WideValues values{x + k / kStep};
-                sums.add_step(from, values);
-            }
-            sums.store_to(tile, 2 * kHalfPanel);
-        }
+        add_half<rows>(x, w, count, tile);
+        add_half<rows>(x, w + kHalf, count, tile + kHalfPanel);
     }
 }
 

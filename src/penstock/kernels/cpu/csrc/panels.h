@@ -144,10 +144,11 @@ struct TileForm<bf16> {
 };
 #endif
 
-// Whether a product of so many rows takes all 32 outputs at once.
+// Whether a product of so many rows takes all 32 outputs at once. Without AVX-512 three rows do: half of a panel is too
+// little work for them to wait for memory beside it.
 template <int rows>
 #if defined(PENSTOCK_HALF_PANELS)
-constexpr bool kTakesWhole = rows == 1;
+constexpr bool kTakesWhole = rows == 1 || rows == 3;
 #else
 constexpr bool kTakesWhole = true;
 #endif
