@@ -32,7 +32,7 @@ class MTPReference:
         own |= _stacked(experts)
         self._layer.load_state_dict(own)
         self._layer.eval()
-        self._known: dict[tuple[int, ...], list[int]] = {}
+        self._known: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     def _norm(self, weight: Tensor) -> nn.Module:
         norm: nn.Module = type(self._model.model.norm)(len(weight), self._model.config.rms_norm_eps)
@@ -61,7 +61,7 @@ class MTPReference:
 
     def guesses(self, token_ids: Sequence[int], count: int) -> list[int]:
         """The likeliest tokens behind these, each guessed from the ones before. What was asked is kept."""
-        asked = (*token_ids, -1, count)
+        asked = (tuple(token_ids), count)
         if asked not in self._known:
             self._known[asked] = self._guess(token_ids, count)
         return self._known[asked]

@@ -252,15 +252,15 @@ private:
         });
     }
 
-    // Adds the products of `count` inputs for one register of outputs. `values` is zero from the row's end on.
+    // Adds the products of `count` inputs, of 4 bits, for one register of outputs. `values` is zero from the row's end.
     template <int rows, int largest>
     [[gnu::always_inline]] static void add_register(QuadSums<rows, largest>& sums, const uint8_t* from,
                                                     const int8_t* (&values)[rows], int64_t count) {
-        constexpr int kOfLine = 8 / bits;  // quads
+        constexpr int kOfLine = 2;  // quads
         const auto weights = [&from](int quad, int) __attribute__((always_inline)) {
             i32r words;
             memcpy(&words, from + quad / kOfLine * kPanel * kQuad, sizeof(words));
-            return bits == 8 ? words : words >> quad % kOfLine * 4 & 0x0f0f0f0f;
+            return words >> quad % kOfLine * 4 & 0x0f0f0f0f;
         };
         const auto pass = [&](int quads) __attribute__((always_inline)) {
             from += quads / kOfLine * kPanel * kQuad;
