@@ -2,6 +2,8 @@
 
     python benchmarks/plan_accuracy.py [--models demo,0.5B] [--layouts 1x1,2x1,3x1,1x2,2x2] [--points 6]
                                        [--seed 0] [--rounds 3] [--window-s 2] [--max-tokens 16384]
+                                       [--record FILE]
+    python benchmarks/plan_accuracy.py --recorded FILE
 
 For each model and layout (stages x ranks) an engine is started. It is calibrated at a few fixed points: the
 costs of stages are fitted to what they report there, as the scheduler fits them; what is left of the measured
@@ -15,6 +17,9 @@ The speed of a machine that others share drifts by 10 to 20 % from minute to min
 are measured in turns, in several rounds, each in an order that the seed draws. From how the points of a few
 minutes differ from their own means follows the speed of the machine then, by which times are divided. The
 means of the rounds are compared.
+
+`--record` adds what was measured to a file, a line for each layout. `--recorded` predicts anew what such a
+file holds, and starts no engine: so a change of the predictions is judged by the same measurements.
 
 Engines do not speculate: how many guesses are right depends on the text, which no prediction knows.
 
@@ -34,7 +39,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,7 +71,7 @@ MAX_LEN = 2048
 SETTLE_TOKENS = 4  # of each request, before a window begins
 NEAR_THE_END = 64  # tokens: of a request that ends soon
 REPORT_S = 1.6  # a stage reports about once a second
-FIRST_TOKENS = 9  # requests whose first token is timed at a point, in each round
+FIRST_TOKENS = 15  # requests whose first token is timed at a point, in each round
 LOOK_S = 0.02  # between two looks at how long the requests are
 STRETCH = 6  # measurements, one after the other, for which the machine is taken to be equally fast
 FEW_STEPS = 5  # fewer like steps of a point say nothing
@@ -630,19 +635,40 @@ async def running(model: str, pp: int, tp: int, **more: object) -> AsyncIterator
         yield llm
 
 
-async def run_layout(label: str, model: str, pp: int, tp: int, options: argparse.Namespace) -> list[Errors]:
-    """Print a row for each point; returns their errors."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What was measured of one model and layout.
+
+    Attributes:
+        label: the model's name in the tables.
+        pp, tp: stages, and ranks of each.
+        in_order: all measurements, in their order.
+    """
+
+    label: str
+    pp: int
+    tp: int
+    in_order: list[Measured]
+
+    def print_errors(self, model: str) -> list[Errors]:
+        """Print a row for each point; returns their errors."""
+        sizes = read_sizes(ModelConfig(model=model))
+        calibrated, drawn = learn(steadied(self.in_order), self.pp, sizes)
+        errors = []
+        for measured in drawn:
+            predicted = calibrated.predict(measured.point, measured.context, sizes)
+            errors.append(errors_of(measured, predicted))
+            print(row([self.label, f"{self.pp}x{self.tp}"], measured, predicted), flush=True)
+        return errors
+
+
+async def measure_layout(label: str, model: str, pp: int, tp: int, options: argparse.Namespace) -> Record:
+    """Start an engine of this layout, and measure all points."""
     sizes = read_sizes(ModelConfig(model=model))
     points = draw(options.seed, f"{label} {pp}x{tp}", options.points, options.max_tokens)
     async with running(model, pp, tp) as llm:
         engine = Engine(llm, pp, sizes.spec.vocab_size, options.window_s)
-        calibrated, drawn = await in_rounds(engine, points, pp, sizes, options)
-    errors = []
-    for measured in drawn:
-        predicted = calibrated.predict(measured.point, measured.context, sizes)
-        errors.append(errors_of(measured, predicted))
-        print(row([label, f"{pp}x{tp}"], measured, predicted), flush=True)
-    return errors
+        return Record(label=label, pp=pp, tp=tp, in_order=await in_rounds(engine, points, options))
 
 
 def steadied(in_order: Sequence[Measured]) -> list[Measured]:
@@ -691,28 +717,39 @@ async def ready(_: Point) -> None:
 async def in_rounds(
     engine: Engine,
     points: Sequence[Point],
-    num_stages: int,
-    sizes: ModelSizes,
     options: argparse.Namespace,
     prepare: Callable[[Point], Awaitable[None]] = ready,
-) -> tuple[Calibrated, list[Measured]]:
-    """Measure the calibration and other points in turns; returns what is learnt, and the other points.
+) -> list[Measured]:
+    """Measure the calibration and other points in turns; returns all measurements, in their order.
 
     Args:
         prepare: is awaited before a point is measured.
     """
-    fixed = [Point(*each) for each in CALIBRATION if each[0] * each[1] <= options.max_tokens]
-    every, source = [*fixed, *points], random.Random(f"{options.seed} order")
+    every, source = [*calibration(options.max_tokens), *points], random.Random(f"{options.seed} order")
     in_order = []
     for _ in range(options.rounds):
         for point in source.sample(every, len(every)):
             await prepare(point)
             in_order.append(await engine.measure(point))
-    if prepare is ready:
-        in_order = steadied(in_order)
+    return in_order
+
+
+def calibration(max_tokens: int) -> list[Point]:
+    """Return the points of the calibration with at most so many tokens of prompts."""
+    return [Point(*each) for each in CALIBRATION if each[0] * each[1] <= max_tokens]
+
+
+def learn(
+    in_order: Sequence[Measured], num_stages: int, sizes: ModelSizes
+) -> tuple[Calibrated, list[Measured]]:
+    """Return what is learnt from the points of the calibration, and the means of the other points."""
     means = means_of(in_order)
-    calibrated = Calibrated.of([means[point] for point in fixed], num_stages, sizes)
-    return calibrated, [means[point] for point in points]
+    known = {Point(*each) for each in CALIBRATION}
+    # In their own order, whatever the order of the measurements was.
+    calibrated = Calibrated.of(
+        [means[point] for each in CALIBRATION if (point := Point(*each)) in means], num_stages, sizes
+    )
+    return calibrated, [own for point, own in means.items() if point not in known]
 
 
 def errors_of(measured: Measured, predicted: Prediction) -> Errors:
@@ -743,18 +780,20 @@ def mean_errors(errors: Sequence[Errors]) -> str:
     return f"time per token {token:.1f} %, first token {first:.1f} %, bubble {bubble:.1f} points"
 
 
-async def run(options: argparse.Namespace, half_b: Path) -> None:
-    print("| model | layout | at once | prompt | ms per token | first token, ms | bubble, % |")
-    print("|---|---|---|---|---|---|---|")
-    of_models: dict[str, list[Errors]] = {}
+def records(options: argparse.Namespace, models: Mapping[str, str]) -> Iterator[Record]:
+    """Yield what was recorded, or else what is measured now; the latter is recorded if that is asked for."""
+    if options.recorded:
+        for line in Path(options.recorded).read_bytes().splitlines():
+            yield msgspec.json.decode(line, type=Record)
+        return
     for label in options.models.split(","):
-        model = label if label == "demo" else str(half_b)
         for layout in options.layouts.split(","):
             pp, tp = map(int, layout.split("x"))
-            of_models.setdefault(label, []).extend(await run_layout(label, model, pp, tp, options))
-    print()
-    for label, errors in of_models.items():
-        print(f"{label}: mean absolute errors over {len(errors)} points: {mean_errors(errors)}")
+            record = asyncio.run(measure_layout(label, models[label], pp, tp, options))
+            if options.record:
+                with Path(options.record).open("ab") as file:
+                    file.write(msgspec.json.encode(record) + b"\n")
+            yield record
 
 
 def main() -> int:
@@ -766,12 +805,22 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="in which all points are measured once")
     parser.add_argument("--window-s", type=float, default=2.0)
     parser.add_argument("--max-tokens", type=int, default=16384, help="of all prompts of a point together")
+    parser.add_argument("--record", default="", help="a file to which what was measured is added")
+    parser.add_argument("--recorded", default="", help="such a file, which is predicted anew")
     options = parser.parse_args()
+    print("| model | layout | at once | prompt | ms per token | first token, ms | bubble, % |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    of_models: dict[str, list[Errors]] = {}
     with tempfile.TemporaryDirectory(prefix="plan-accuracy-") as scratch:
         half_b = Path(scratch, "0.5B")
         if "0.5B" in options.models:
             make_checkpoint(half_b, FULL_SHAPE)
-        asyncio.run(run(options, half_b))
+        models = {"demo": "demo", "0.5B": str(half_b)}
+        for record in records(options, models):
+            of_models.setdefault(record.label, []).extend(record.print_errors(models[record.label]))
+    print()
+    for label, errors in of_models.items():
+        print(f"{label}: mean absolute errors over {len(errors)} points: {mean_errors(errors)}")
     return 0
 
 

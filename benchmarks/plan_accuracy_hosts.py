@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.checkpoint import FULL_SHAPE, make_checkpoint
-from plan_accuracy import Engine, Errors, Point, draw, errors_of, in_rounds, mean_errors, row, running
+from plan_accuracy import Engine, Errors, Point, draw, errors_of, in_rounds, learn, mean_errors, row, running
 
 from penstock.config.engine import ModelConfig
 from penstock.layouts.devices import Link
@@ -133,7 +133,8 @@ async def be_head(told: dict[str, Any]) -> int:
 
     async with running(options.model, NUM_STAGES, 1, **options.settings) as llm:
         engine = Engine(llm, NUM_STAGES, sizes.spec.vocab_size, options.window_s)
-        calibrated, drawn = await in_rounds(engine, list(links), NUM_STAGES, sizes, options, prepare)
+        in_order = await in_rounds(engine, list(links), options, prepare)
+    calibrated, drawn = learn(in_order, NUM_STAGES, sizes)
     print("| Mbit/s | delay, ms | at once | prompt | ms per token | first token, ms | bubble, % |")
     print("|---|---|---|---|---|---|---|")
     errors: list[Errors] = []

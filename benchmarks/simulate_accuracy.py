@@ -25,8 +25,10 @@ from plan_accuracy import (
     Measured,
     draw,
     in_rounds,
+    learn,
     running,
     scheduler_config,
+    steadied,
 )
 from trace_events import within
 
@@ -63,7 +65,8 @@ async def compare(options: argparse.Namespace) -> int:
     points = draw(options.seed, "simulated", options.points, options.max_tokens)
     async with running(options.model, NUM_STAGES, 1) as llm:
         engine = Engine(llm, NUM_STAGES, sizes.spec.vocab_size, options.window_s)
-        calibrated, drawn = await in_rounds(engine, points, NUM_STAGES, sizes, options)
+        in_order = await in_rounds(engine, points, options)
+    calibrated, drawn = learn(steadied(in_order), NUM_STAGES, sizes)
     rows, fine = [], True
     for measured in drawn:
         point = measured.point

@@ -8,6 +8,7 @@ is that of one more request which comes meanwhile.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from typing import NamedTuple
 from penstock.config.engine import PLANS_ON_WIRES, CacheConfig, SchedulerConfig
 from penstock.layouts.devices import Link
 from penstock.layouts.model_sizes import ModelSizes
-from penstock.layouts.recurrence import SteadyState, pass_plans, steady_state
+from penstock.layouts.recurrence import SETTLE, SteadyState, pass_plans, steady_state
 from penstock.layouts.stage_times import StageTimes, learnt_cost
 from penstock.pipeline.links.frame import NUM_CARRIED
 from penstock.planner.mix import Mix
@@ -27,6 +28,7 @@ NO_STEP = StepShape(0, 0, 0)
 
 _TOKEN_BYTES = 64  # of the message that brings samples back from the last stage
 _FEW = 16  # every number of micro-batches up to this one is tried; beyond it, every fourth
+_MOMENTS = 8  # at which a prompt comes between two plans
 _MIN_GAIN = 0.05  # the share by which another number of micro-batches must shorten the cycle to be taken
 
 
@@ -224,7 +226,12 @@ class _Pipe:
         return StepShape(rows, rows * self.load.context, rows)
 
     def decoding(self, running: int) -> tuple[int, SteadyState]:
-        """Return the scheduler's number of micro-batches for so many requests, and the pipe's steady state.
+        """Return the number of micro-batches for so many requests, and the pipe's steady state."""
+        number = self._num_micro_batches(running)
+        return number, self._steady(running, number)
+
+    def _num_micro_batches(self, running: int) -> int:
+        """Return the number of micro-batches into which the scheduler splits so many decoding requests.
 
         More micro-batches than stages are taken if that makes the cycle shorter, which is tried if a link is
         between hosts. Else the scheduler keeps the number that it has, unless another makes the cycle shorter
@@ -238,8 +245,7 @@ class _Pipe:
         best = min(cycles_s, key=lambda number: (round(cycles_s[number], 9), number))
         full = min(running, stages)
         kept = full if isinstance(self._pacing, PlainPacing) else 1
-        number = best if best > full or cycles_s[best] < (1.0 - _MIN_GAIN) * cycles_s[kept] else kept
-        return number, self._steady(running, number)
+        return best if best > full or cycles_s[best] < (1.0 - _MIN_GAIN) * cycles_s[kept] else kept
 
     @property
     def _has_wire(self) -> bool:
@@ -284,51 +290,93 @@ class _Pipe:
         return self.links[-1].seconds(_TOKEN_BYTES) if len(self.times) > 1 else 0.0
 
     def prefill_s(self, num_decoding: int) -> float:
-        """Return the seconds from the arrival of a prompt to its first token, while other requests decode.
+        """Return the mean seconds from the arrival of a prompt to its first token, while others decode.
 
-        On average the prompt waits for half of the plan that runs, and for all plans issued ahead. The more
-        plans differ, the more requests come while a long one runs. Then the chunks of the prompt pass the
-        pipe one after the other, each in one plan with a micro-batch of decodes. The time for which the
-        sampled token is on its way back counts too, and so do `Turns.request_s` and `Turns.others_s`.
+        The prompt comes at any moment between two plans of decodes, and waits for plans issued ahead. The
+        more plans differ, the more requests come while a long one runs. Its chunks pass the pipe one after
+        the other. While it runs, the decodes are split into at least as many plans as there are stages, and
+        each chunk shares a plan with one part. Where they were in fewer plans before, all decodes are under
+        way when it comes, and its first chunk goes alone. The time for which the sampled token is on its way
+        back counts too, and so do `Turns.request_s` and `Turns.others_s`.
         """
-        decodes, wait_s = NO_STEP, 0.0
+        stages, turns = len(self.times), self.load.turns
+        busy_s, wait_s = [[0.0] * stages], 0.0
+        decodes = first = NO_STEP
         if num_decoding:
-            decodes = self.micro_batch(num_decoding, min(num_decoding, len(self.times)))
-            half = 0.5 + 0.5 * self.load.spread**2  # the mean time left of a random interval (Cox, 1962)
-            wait_s = max(self._stage_s(decodes, alone=False)) * (half + self.load.plans_ahead)
-        chunks = self._chunks(decodes)
+            number = self._num_micro_batches(num_decoding)
+            decodes = self.micro_batch(num_decoding, min(num_decoding, max(number, stages)))
+            first = NO_STEP if number < stages else decodes
+            busy_s, wait_s = self._met(num_decoding, number)
+        chunks = self._chunks(decodes, first)
+        besides = [first, *[decodes] * (len(chunks) - 1)]
         shapes = [
             StepShape(
-                count + decodes.tokens,
-                attended_by(start, count) + decodes.attended,
-                decodes.samples + (start + count == self.load.mix.prompt),
+                count + beside.tokens,
+                attended_by(start, count) + beside.attended,
+                beside.samples + (start + count == self.load.mix.prompt),
             )
-            for start, count in chunks
+            for (start, count), beside in zip(chunks, besides, strict=True)
         ]
-        is_alone = not num_decoding and 1 in (len(shapes), len(self.times))
+        is_alone = not num_decoding and 1 in (len(shapes), stages)
         stage_s = [self._stage_s(shape, alone=is_alone) for shape in shapes]
-        passage = pass_plans(
-            len(shapes),
-            lambda plan, stage: stage_s[plan][stage],
-            lambda plan, stage: self._hop_s(stage, shapes[plan].tokens),
-            len(self.times),
-        )
-        turns = self.load.turns
-        ways_s = self._way_back_s + turns.request_s + turns.others_s * num_decoding
-        return wait_s + passage.ends[-1] + ways_s
+        hops_s = [self._hops_s(shape.tokens) for shape in shapes]
+        passages = [
+            pass_plans(
+                len(shapes),
+                lambda plan, stage: stage_s[plan][stage],
+                lambda plan, stage: hops_s[plan][stage],
+                stages,
+                free_s=free_s,
+            )
+            for free_s in busy_s
+        ]
+        ends_s = statistics.fmean(passage.ends[-1] for passage in passages)
+        return wait_s + ends_s + self._way_back_s + turns.request_s + turns.others_s * num_decoding
 
-    def _chunks(self, decodes: StepShape) -> list[tuple[int, int]]:
+    def _met(self, num_decoding: int, micro_batches: int) -> tuple[list[list[float]], float]:
+        """Return what a prompt meets that comes while others decode, in so many plans that go round.
+
+        Returns:
+            For each of some moments, evenly from the start of one plan to that of the next: for each stage,
+            the seconds until it has done all plans that are under way. And the seconds that the prompt waits
+            besides: for plans issued ahead, and since long plans are met more often than short ones.
+        """
+        stages = len(self.times)
+        shape, is_alone = self.micro_batch(num_decoding, micro_batches), micro_batches == 1
+        stage_s, hops_s = self._stage_s(shape, alone=is_alone), self._hops_s(shape.tokens)
+        return_s = self._return_s(shape.tokens, alone=is_alone)
+        passage = pass_plans(
+            SETTLE * micro_batches,
+            lambda _, stage: stage_s[stage],
+            lambda _, stage: hops_s[stage],
+            stages,
+            period=micro_batches,
+            return_s=return_s,
+        )
+        started_s = passage.left[0] - stage_s[0]
+        gap_s = max(passage.left[0], passage.ends[-micro_batches] + return_s) - started_s
+        moments = [started_s + gap_s * (index + 0.5) / _MOMENTS for index in range(_MOMENTS)]
+        slowest_s = max(stage_s)
+        # Of a random interval that is met, half is left on average, and spread^2 / 2 more (Cox, 1962).
+        uneven_s = 0.5 * self.load.spread**2 * slowest_s * min(1.0, slowest_s / gap_s)
+        met = [[max(0.0, left_s - moment) for left_s in passage.left] for moment in moments]
+        return met, uneven_s + slowest_s * self.load.plans_ahead
+
+    def _chunks(self, decodes: StepShape, first: StepShape = NO_STEP) -> list[tuple[int, int]]:
         """Return position and length of each chunk of a typical prompt, as the scheduler cuts it.
 
         Args:
-            decodes: the decodes that share a plan with each chunk.
+            decodes: the decodes that share a plan with each chunk but the first.
+            first: those that share the plan of the first chunk.
         """
         prompt, start = max(1, self.load.mix.prompt), 0
         chunks: list[tuple[int, int]] = []
         while start < prompt:
             in_flight = sum(count for _, count in chunks[len(chunks) - len(self.times) + 1 :])
             budget = self._pacing.prompt_budget(
-                decodes, anybody_decodes=decodes.tokens > 0, backlog=prompt - start + in_flight
+                decodes if chunks else first,
+                anybody_decodes=decodes.tokens > 0,
+                backlog=prompt - start + in_flight,
             )
             count = max(1, budget.take(start, prompt - start))
             chunks.append((start, count))

@@ -26,10 +26,12 @@ class Passage:
 
     Attributes:
         ends: [plan] seconds from the start of the first plan until this one left the last stage.
+        left: [stage] the same for the last plan, until it left this stage.
         busy_s: [stage] seconds for which this stage computed.
     """
 
     ends: list[float]
+    left: list[float]
     busy_s: list[float]
 
     @property
@@ -47,6 +49,7 @@ def pass_plans(
     *,
     period: int | None = None,
     return_s: float = 0.0,
+    free_s: Sequence[float] | None = None,
 ) -> Passage:
     """Return when the plans pass the stages of a pipe.
 
@@ -55,8 +58,9 @@ def pass_plans(
         hop_s: (plan, stage that sends) -> seconds until the next stage has the hidden states.
         period: plan k needs the result of plan k - period; None: plans need no results.
         return_s: seconds that this result takes from the last stage to the first.
+        free_s: [stage] seconds until this stage is free for the first plan; None: all are free.
     """
-    free = [0.0] * num_stages
+    free = [0.0] * num_stages if free_s is None else list(free_s)
     busy = [0.0] * num_stages
     ends: list[float] = []
     for plan in range(num_plans):
@@ -68,7 +72,7 @@ def pass_plans(
             busy[stage] += seconds
             ready = free[stage] + (hop_s(plan, stage) if stage + 1 < num_stages else 0.0)
         ends.append(free[-1])
-    return Passage(ends=ends, busy_s=busy)
+    return Passage(ends=ends, left=free, busy_s=busy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +88,7 @@ class SteadyState:
     bubble: float
 
 
-_SETTLE = 8  # cycles in which the pipe settles; the mean of those after them is the steady state
+SETTLE = 8  # cycles in which the pipe settles; the mean of those after them is the steady state
 _MEASURED = 4  # cycles that are measured, if like steps take equal times
 _DRAWN = 16384  # times that are drawn, if they differ: the error of the mean is below 1 %
 
@@ -107,14 +111,14 @@ def steady_state(
     number, num_stages = len(stage_s), len(stage_s[0])
     measured = max(_MEASURED, _DRAWN // (number * num_stages)) if spread else _MEASURED
     passage = pass_plans(
-        (_SETTLE + measured) * number,
+        (SETTLE + measured) * number,
         _varied(lambda plan, stage: stage_s[plan % number][stage], spread),
         lambda plan, stage: hop_s[plan % number][stage],
         num_stages,
         period=number,
         return_s=return_s,
     )
-    cycle_s = (passage.ends[-1] - passage.ends[_SETTLE * number - 1]) / measured
+    cycle_s = (passage.ends[-1] - passage.ends[SETTLE * number - 1]) / measured
     busy_s = sum(map(sum, stage_s))
     return SteadyState(cycle_s=cycle_s, bubble=max(0.0, 1.0 - busy_s / (cycle_s * num_stages)))
 

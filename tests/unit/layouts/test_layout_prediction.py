@@ -24,6 +24,7 @@ SIZES = read_sizes(ModelConfig(model="demo"))
 NO_WAY = Link(kind="memory", bytes_per_s=1e18, latency_s=0.0)
 ROW_S, READ_S = 0.001, 0.008
 COST = StageCost(read=READ_S, per_token=ROW_S)
+QUICK = StageCost(read=ROW_S, per_token=ROW_S)
 
 
 def of(times: list[StageTimes], load: Load = LOAD, link: Link = NO_WAY) -> Prediction:
@@ -61,11 +62,21 @@ def test_requests_that_find_no_memory_wait() -> None:
 def test_a_wire_between_hosts_holds_plans_and_the_first_token_comes_back_over_it() -> None:
     wire = Link(kind="network", bytes_per_s=1e18, latency_s=0.05)
     load = replace(LOAD, concurrency=60)
-    quick = StageCost(read=ROW_S, per_token=ROW_S)
-    far, near = of([quick] * 2, load, wire), of([quick] * 2, load)
+    far, near = of([QUICK] * 2, load, wire), of([QUICK] * 2, load)
     assert (far.micro_batches, near.micro_batches) == (32, 2)
     assert far.time_per_token_s == pytest.approx(0.1 + 2 * 2 * ROW_S)
-    assert far.ttft_s - near.ttft_s == pytest.approx(2 * 0.05)
+    assert far.prefill_s - near.prefill_s == pytest.approx(2 * 0.05)
+    # Eight chunks of 8 tokens, each beside 2 decodes; the last stage works for one plan more.
+    assert far.ttft_s == pytest.approx(2 * 0.05 + (8 + 1) * (8 + 2) * ROW_S)
+    # Half of a plan of 30 decodes, then chunks of 20, 20, 20 and 4 tokens beside 30 decodes.
+    assert near.ttft_s == pytest.approx((15 + 3 * 50 + 50 + 34) * ROW_S)
+
+
+def test_a_prompt_that_comes_while_all_decodes_are_in_one_plan_begins_alone() -> None:
+    predicted = of([QUICK] * 2, replace(LOAD, concurrency=2))
+    # The first stage is busy for half of the time. Of eight chunks of 8 tokens, all but the first share.
+    assert predicted.prefill_s == pytest.approx((8 + 1) * 8 * ROW_S)
+    assert predicted.ttft_s == pytest.approx((0.5 / 2 + 8 + 8 * (8 + 1)) * ROW_S)
 
 
 def test_turns_between_steps_lengthen_them_and_are_bubbles() -> None:
@@ -75,7 +86,10 @@ def test_turns_between_steps_lengthen_them_and_are_bubbles() -> None:
     predicted, plain = of([COST], load), of([COST], replace(LOAD, concurrency=4))
     assert predicted.time_per_token_s == pytest.approx(READ_S + 0.001 + 4 * 0.0005)
     assert predicted.bubble == pytest.approx(0.003 / 0.011)
-    assert predicted.ttft_s == pytest.approx(plain.ttft_s + 0.1 + 3 * 0.01)
+    step_s = READ_S + 0.001 + 3 * 0.0005  # a plan of three decodes; the stage computes for a part of it
+    met_s = READ_S / 2 * (READ_S / step_s)
+    waits_less_s = READ_S / 2 - met_s
+    assert predicted.ttft_s == pytest.approx(plain.ttft_s - waits_less_s + 0.1 + 3 * 0.01, abs=1e-5)
 
 
 def test_the_first_token_waits_for_plans_that_are_ahead() -> None:
