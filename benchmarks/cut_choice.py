@@ -1,11 +1,13 @@
 """How good the cut is that `--partition auto` chooses: its throughput beside that of every other cut.
 
-    python benchmarks/cut_choice.py [--model DIR|demo] [--stages 2] [--cases 4] [--seed 0] [--finalists 4]
+    python benchmarks/cut_choice.py [--model DIR|demo|0.5B] [--stages 2] [--cases 20] [--seed 0] [--rounds 4]
+                                    [--pairs 10] [--alive 8]
 
 Each case is a mix of requests that the seed draws: tokens of a prompt, tokens of an answer, and how many
 requests there are at once. A server with `--partition auto --partition-mix PROMPT:OUTPUT` says which cut it
-chose. Then an engine is started with each possible cut, and generates all answers once. The fastest of them
-and the chosen one run again, in turns. Prints a row for each case, as Markdown; exits with 1 where the chosen
+chose. Then engines of all cuts generate all answers, in turns. The fastest one and the chosen one do so
+again, in pairs: so chance, which made the fastest one the fastest, has no part in its figure. As many engines
+as `--alive` says stay alive at once. Prints a row for each case, as Markdown; exits with 1 where the chosen
 cut is more than 3 % slower than the best in more than one case of twenty. Run it on a quiet machine.
 """
 
@@ -20,10 +22,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from peers.checkpoint import FULL_SHAPE, make_checkpoint
+from ratios import in_turns
 
 from penstock import LLM, SamplingParams
 from penstock.config.engine import ModelConfig
@@ -34,6 +38,7 @@ from served import Served
 
 TOLERANCE, MOST_MISSES = 0.03, 0.05
 MAX_LEN = 2048
+LEAST_S = 0.4  # of a measurement
 
 Cut = tuple[int, ...]
 
@@ -70,54 +75,89 @@ def chosen_cut(model: str, num_stages: int, case: Case) -> Cut:
     return tuple(stage["end_layer"] - stage["start_layer"] for stage in stages)
 
 
-def seconds_of(model: str, cut: Cut, case: Case, rounds: int, seed: int) -> float:
-    """Return the median time in which an engine with a cut answers all requests of a case."""
+class Engines:
+    """The engines of the cuts; those that were used last stay alive.
+
+    Args:
+        num_alive: how many stay alive.
+    """
+
+    def __init__(self, model: str, num_alive: int) -> None:
+        self._model = model
+        self._num_alive = num_alive
+        self._alive: dict[Cut, LLM] = {}  # least recently used first
+        self._warm: set[tuple[LLM, Case]] = set()
+
+    def is_warm(self, engine: LLM, case: Case) -> bool:
+        """Return whether an engine has been asked this about a case before."""
+        was_warm = (engine, case) in self._warm
+        self._warm.add((engine, case))
+        return was_warm
+
+    def of(self, cut: Cut) -> LLM:
+        """Return the engine of a cut, which is started if need be."""
+        engine = self._alive.pop(cut, None)
+        if engine is None:
+            while len(self._alive) >= self._num_alive:
+                self._alive.pop(next(iter(self._alive))).shutdown()
+            engine = LLM(
+                self._model,
+                pipeline_parallel_size=len(cut),
+                partition=",".join(map(str, cut)),
+                threads_per_rank=1,
+                max_model_len=MAX_LEN,
+                enable_prefix_caching=False,
+                speculative_method="off",
+            )
+        self._alive[cut] = engine
+        return engine
+
+    def close(self) -> None:
+        while self._alive:
+            self._alive.popitem()[1].shutdown()
+
+
+def seconds_of(engines: Engines, cut: Cut, case: Case, seed: int) -> float:
+    """Return the seconds in which the engine of a cut answers all requests of a case."""
     source = random.Random(seed)
     prompts = [
         {"prompt_token_ids": [source.randrange(3, 500) for _ in range(case.prompt)]}
         for _ in range(case.concurrency)
     ]
     params = SamplingParams(temperature=0.0, max_tokens=case.output, ignore_eos=True)
-    with LLM(
-        model,
-        pipeline_parallel_size=len(cut),
-        partition=",".join(map(str, cut)),
-        threads_per_rank=1,
-        max_model_len=MAX_LEN,
-        enable_prefix_caching=False,
-        speculative_method="off",
-    ) as llm:
-        llm.generate(prompts, params)  # plans are sized by what stages report meanwhile
-        taken = []
-        for _ in range(rounds):
-            began = time.perf_counter()
-            llm.generate(prompts, params)
-            taken.append(time.perf_counter() - began)
-    return statistics.median(taken)
+    engine = engines.of(cut)
+    if not engines.is_warm(engine, case):
+        engine.generate(prompts, params)  # plans are sized by what stages report meanwhile
+    began, times = time.perf_counter(), 0
+    while times == 0 or time.perf_counter() - began < LEAST_S:
+        engine.generate(prompts, params)
+        times += 1
+    return (time.perf_counter() - began) / times
 
 
-def run_case(model: str, case: Case, options: argparse.Namespace, num_layers: int) -> tuple[list[str], float]:
+def run_case(
+    engines: Engines, model: str, case: Case, options: argparse.Namespace, num_layers: int
+) -> tuple[list[str], float]:
     """Return a row of the table, and by how much the chosen cut is slower than the best."""
-    chosen = chosen_cut(model, options.stages, case)
-    once = {cut: seconds_of(model, cut, case, 1, options.seed) for cut in cuts(num_layers, options.stages)}
-    fastest = sorted(once, key=once.__getitem__)[: options.finalists]
-    finalists = list(dict.fromkeys([chosen, *fastest]))
-    seconds: dict[Cut, list[float]] = {cut: [] for cut in finalists}
-    for number in range(options.rounds):
-        turn = number % len(finalists)
-        for cut in finalists[turn:] + finalists[:turn]:
-            seconds[cut].append(seconds_of(model, cut, case, 2, options.seed))
-    medians = {cut: statistics.median(own) for cut, own in seconds.items()}
-    best = min(medians, key=medians.__getitem__)
-    loss = medians[chosen] / medians[best] - 1
+    chosen, every = chosen_cut(model, options.stages, case), [*cuts(num_layers, options.stages)]
+
+    def take(cut: Cut) -> float:
+        return seconds_of(engines, cut, case, options.seed)
+
+    rounds = in_turns(every, take, options.rounds)
+    medians = [statistics.median(column) for column in zip(*rounds, strict=True)]
+    best = every[medians.index(min(medians))]
+    pairs = in_turns([chosen, best], take, options.pairs) if best != chosen else [[medians[0]] * 2]
+    loss = statistics.median(own / other for own, other in pairs) - 1
     tokens = case.concurrency * case.output
+    rates = [tokens / statistics.median(column) for column in zip(*pairs, strict=True)]
     cells = [
         f"{case.prompt}:{case.output}",
         str(case.concurrency),
         _shown(chosen),
-        f"{tokens / medians[chosen]:.1f}",
+        f"{rates[0]:.1f}",
         _shown(best),
-        f"{tokens / medians[best]:.1f}",
+        f"{rates[1]:.1f}",
         f"{100 * loss:.1f}",
     ]
     return cells, loss
@@ -131,10 +171,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="0.5B", help="a directory, demo, or 0.5B, which is made")
     parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument("--cases", type=int, default=4)
+    parser.add_argument("--cases", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--finalists", type=int, default=4, help="cuts that are measured again")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4, help="in which all cuts are measured once")
+    parser.add_argument("--pairs", type=int, default=10, help="of the chosen cut and the best")
+    parser.add_argument("--alive", type=int, default=8, help="engines that stay alive at once")
     options = parser.parse_args()
     source, losses = random.Random(options.seed), []
     print("| prompt:output | at once | chosen | tokens/s | best | tokens/s | loss, % |")
@@ -145,10 +186,11 @@ def main() -> int:
             model = str(Path(scratch, "0.5B"))
             make_checkpoint(Path(model), FULL_SHAPE)
         num_layers = read_sizes(ModelConfig(model=model)).spec.num_layers
-        for _ in range(options.cases):
-            row, loss = run_case(model, Case.draw(source), options, num_layers)
-            print(f"| {' | '.join(row)} |", flush=True)
-            losses.append(loss)
+        with closing(Engines(model, options.alive)) as engines:
+            for _ in range(options.cases):
+                row, loss = run_case(engines, model, Case.draw(source), options, num_layers)
+                print(f"| {' | '.join(row)} |", flush=True)
+                losses.append(loss)
     num_missed = sum(loss > TOLERANCE for loss in losses)
     return int(num_missed > MOST_MISSES * len(losses))
 
