@@ -27,8 +27,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from measured_loads import Engine, Point, running
 from peers.checkpoint import FULL_SHAPE, make_checkpoint
-from plan_accuracy import Engine, Errors, Point, draw, errors_of, in_rounds, learn, mean_errors, row, running
+from plan_accuracy import Errors, draw, errors_of, in_rounds, learn, mean_errors, row
 
 from penstock.config.engine import ModelConfig
 from penstock.layouts.devices import Link

@@ -17,19 +17,10 @@ import asyncio
 import collections
 import sys
 
+from learnt_layout import Calibrated, steadied
+from measured_loads import MAX_LEN, Engine, Measured, running, scheduler_config
 from peers.report import markdown
-from plan_accuracy import (
-    MAX_LEN,
-    Calibrated,
-    Engine,
-    Measured,
-    draw,
-    in_rounds,
-    learn,
-    running,
-    scheduler_config,
-    steadied,
-)
+from plan_accuracy import draw, in_rounds, learn
 from trace_events import within
 
 from penstock.config.engine import CacheConfig, ModelConfig

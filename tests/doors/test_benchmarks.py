@@ -23,6 +23,8 @@ PARTS = {  # of others, without a command line
     "host_trace.py",
     "host_wire.py",
     "knowing_drafter.py",
+    "learnt_layout.py",
+    "measured_loads.py",
     "measured_rank.py",
     "observed.py",
     "prefix_trace.py",

@@ -1,4 +1,4 @@
-"""Parts of `benchmarks/plan_accuracy.py` that need no engine: points, windows, what is learnt of steps."""
+"""What `benchmarks/plan_accuracy.py` does without an engine: points, windows, what is learnt of steps."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from penstock.trace.phases import Phase
 with pytest.MonkeyPatch.context() as _patch:
     _patch.syspath_prepend(str(REPOSITORY / "benchmarks"))
     accuracy: Any = importlib.import_module("plan_accuracy")
+    learnt: Any = importlib.import_module("learnt_layout")
+    loads: Any = importlib.import_module("measured_loads")
 
 MS = 1_000_000
 
@@ -41,19 +43,19 @@ def test_the_bubble_of_a_window_is_what_no_stage_computes() -> None:
         )
         for stage in (0, 1)
     ]
-    assert accuracy._bubble(spans, 2, 0, 10 * MS) == pytest.approx(0.4)
-    assert accuracy._bubble(spans, 2, 2 * MS, 6 * MS) == pytest.approx(0.5)
-    (sample,) = accuracy._decodes(spans[:1], 0, MS, [(-1, 100.0), (1, 200.0)])
+    assert loads._bubble(spans, 2, 0, 10 * MS) == pytest.approx(0.4)
+    assert loads._bubble(spans, 2, 2 * MS, 6 * MS) == pytest.approx(0.5)
+    (sample,) = loads._decodes(spans[:1], 0, MS, [(-1, 100.0), (1, 200.0)])
     assert sample.shape == StepShape(3, 300, 3)
     assert (sample.forward_s, sample.sample_s) == (pytest.approx(0.004), pytest.approx(0.002))
-    (first,) = accuracy._chunks(spans[:1], [(0, 10 * MS, 0.0)], accuracy.Point(1, 3), 1)
+    (first,) = loads._chunks(spans[:1], [(0, 10 * MS, 0.0)], loads.Point(1, 3), 1)
     assert first.shape == StepShape(3, 6, 1)
-    assert not accuracy._chunks(spans[:1], [(0, 10 * MS, 100.0)], accuracy.Point(3, 3), 3)
+    assert not loads._chunks(spans[:1], [(0, 10 * MS, 100.0)], loads.Point(3, 3), 3)
 
 
 def measured_at(point: Any, time_per_token_s: float) -> Any:
     step = StepSample(StepShape(1, 50, 1), time_per_token_s, 0.0, 0.0)
-    return accuracy.Measured(
+    return loads.Measured(
         point=point,
         time_per_token_s=time_per_token_s,
         ttft_s=2 * time_per_token_s,
@@ -66,34 +68,34 @@ def measured_at(point: Any, time_per_token_s: float) -> Any:
 
 
 def test_a_stretch_in_which_the_machine_was_slow_counts_as_any_other() -> None:
-    points = [accuracy.Point(1, prompt) for prompt in range(1, accuracy.STRETCH + 1)]
+    points = [loads.Point(1, prompt) for prompt in range(1, learnt.STRETCH + 1)]
     slow = (1.0, 1.25, 0.8)  # of each round, which is a stretch
     in_order = [measured_at(point, speed * 0.01 * point.prompt) for speed in slow for point in points]
-    for point, mean in accuracy.means_of(accuracy.steadied(in_order)).items():
+    for point, mean in learnt.means_of(learnt.steadied(in_order)).items():
         assert mean.time_per_token_s == pytest.approx(0.01 * point.prompt)
         assert mean.ttft_s == pytest.approx(0.02 * point.prompt)
         assert [step.forward_s for step in mean.samples[0]] == pytest.approx([0.01 * point.prompt] * 3)
 
 
 def test_the_mean_of_rounds_is_that_of_equal_times_not_of_equal_tokens() -> None:
-    point = accuracy.Point(1, 20)
-    both = accuracy.Measured.mean([measured_at(point, 0.010), measured_at(point, 0.030)])
+    point = loads.Point(1, 20)
+    both = loads.Measured.mean([measured_at(point, 0.010), measured_at(point, 0.030)])
     assert both.time_per_token_s == pytest.approx(0.015)
 
 
 def test_more_rows_never_take_less_time() -> None:
-    assert accuracy.rising([(1, 2.0), (2, 4.0), (3, 3.0), (6, 5.0)]) == (
+    assert learnt.rising([(1, 2.0), (2, 4.0), (3, 3.0), (6, 5.0)]) == (
         (1, 2.0),
         (2, 3.5),
         (3, 3.5),
         (6, 5.0),
     )
-    assert accuracy.rising([(1, 1.0), (1, 3.0), (2, 4.0)]) == ((1, 2.0), (2, 4.0))
+    assert learnt.rising([(1, 1.0), (1, 3.0), (2, 4.0)]) == ((1, 2.0), (2, 4.0))
 
 
 def test_a_token_takes_as_long_as_from_the_first_to_the_last_that_came() -> None:
     arrivals = [[(0, 5), (4 * MS, 7), (10 * MS, 9)], [(1 * MS, 3), (9 * MS, 7)]]
-    assert accuracy._time_per_token(arrivals) == pytest.approx(0.018 / 8)
+    assert loads._time_per_token(arrivals) == pytest.approx(0.018 / 8)
 
 
 def test_d7_what_was_learnt_predicts_what_was_measured() -> None:
@@ -106,8 +108,8 @@ def test_d7_what_was_learnt_predicts_what_was_measured() -> None:
         rows, context = concurrency, prompt + 50
         turn_s = 0.001 + 0.0001 * rows
         cycle_s = sum(step(rows, context, rows)[1:]) + turn_s  # type: ignore[arg-type]
-        return accuracy.Measured(
-            point=accuracy.Point(concurrency, prompt),
+        return loads.Measured(
+            point=loads.Point(concurrency, prompt),
             time_per_token_s=cycle_s,
             ttft_s=0.010,
             bubble=turn_s / cycle_s,
@@ -119,7 +121,7 @@ def test_d7_what_was_learnt_predicts_what_was_measured() -> None:
 
     sizes = read_sizes(ModelConfig(model="demo"))
     points = [measured(*each) for each in ((1, 48), (1, 400), (4, 160), (12, 24), (48, 64))]
-    known = accuracy.Calibrated.of(points, 1, sizes)
+    known = learnt.Calibrated.of(points, 1, sizes)
     other = measured(20, 100)
     predicted = known.predict(other.point, other.context, sizes)
     assert predicted.time_per_token_s == pytest.approx(other.time_per_token_s, rel=0.03)
