@@ -479,7 +479,7 @@ function drawTiers(view) {
   const blocks = sum((each) => each.l1.num_blocks);
   const used = sum((each) => each.l1.used_blocks);
   const asked = sum((each) => each.l1.query_tokens);
-  const hits = asked ? `, ${percent(sum((each) => each.l1.hit_tokens) / asked)} of prompts found` : "";
+  const hits = asked ? `, ${percent(sum((each) => each.l1.hit_tokens) / asked)} of prompt tokens found` : "";
   drawTier("pool", blocks ? used / blocks : 0, `${used.toLocaleString("en")} of ${plural(blocks, "block")}${hits}`);
   const inHost = sum((each) => each.l2.bytes_used);
   if (hostBytes || inHost) {
@@ -968,10 +968,10 @@ function reasonOf(replica) {
 
 function slowStage(replica, most, others) {
   const waiting = others.reduce((one, other) => (other.shares.worst[0] > one.shares.worst[0] ? other : one));
-  let text = `Stage ${most.stage} is the slowest: it computes ${percent(most.shares.computing)} of the time, and stage ${waiting.stage} waits for it, ${percent(waiting.shares.bubble)} of the time.`;
+  let text = `Stage ${most.stage} is the slowest: its steps take ${percent(most.shares.computing)} of the time, and stage ${waiting.stage} waits for it (all its waits together: ${percent(waiting.shares.bubble)}).`;
   const stage = replica.stages.find((each) => each.stage === most.stage);
   if (stage && stage.busy_ratio < 0.6 * most.shares.computing) {
-    text += ` Its processor works for it only ${percent(stage.busy_ratio)} of the time: it is throttled, or shares its cores.`;
+    text += ` In only ${percent(stage.busy_ratio)} of the time a processor works for it: it is throttled, or shares its cores.`;
   } else {
     text += " Fewer layers there, or a faster device, would help most.";
   }
@@ -1044,7 +1044,7 @@ function compareDrafts(before, drafts, who) {  // one line until something else 
   if (draftsSince.line !== byId("events").firstChild) Object.assign(draftsSince, { accepted: 0, cancelled: 0, line: note("", " ") });
   draftsSince.accepted += accepted;
   draftsSince.cancelled += cancelled;
-  setText(draftsSince.line.lastChild, `${who}${plural(draftsSince.accepted, "draft")} accepted, ${draftsSince.cancelled.toLocaleString("en")} cancelled since.`);
+  setText(draftsSince.line.lastChild, `${who}${plural(draftsSince.accepted, "draft")} accepted and ${draftsSince.cancelled.toLocaleString("en")} cancelled from then on.`);
 }
 
 // --- the rest ----------------------------------------------------------------------------------------------
