@@ -135,10 +135,15 @@ def steadied(in_order: Sequence[Measured]) -> list[Measured]:
 
 def means_of(measured: Sequence[Measured]) -> dict[Point, Measured]:
     """Return the means of the rounds of each point."""
+    return {point: Measured.mean(own) for point, own in rounds_of(measured).items()}
+
+
+def rounds_of(measured: Sequence[Measured]) -> dict[Point, list[Measured]]:
+    """Return the measurements of each point."""
     rounds: dict[Point, list[Measured]] = {}
     for each in measured:
         rounds.setdefault(each.point, []).append(each)
-    return {point: Measured.mean(own) for point, own in rounds.items()}
+    return rounds
 
 
 def typical(samples: Sequence[StepSample]) -> list[StepSample]:

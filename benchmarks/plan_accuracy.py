@@ -24,13 +24,16 @@ file holds, and starts no engine: so a change of the predictions is judged by th
 Engines do not speculate: how many guesses are right depends on the text, which no prediction knows.
 
 Prints a row for each point, and for each model the mean absolute errors: of the time per token and of the
-first token in per cent of what was measured, of the bubble in points. Run it on a quiet machine.
+first token in per cent of what was measured, of the bubble in points. Beside them stands by how much the
+machine differs from itself: two measurements of one point, each of as many rounds as were made. No prediction
+is expected to be nearer than that. Run it on a quiet machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import statistics
 import tempfile
@@ -39,7 +42,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from learnt_layout import Calibrated, means_of, steadied
+from learnt_layout import Calibrated, means_of, rounds_of, steadied
 from measured_loads import Engine, Measured, Point, running
 from peers.checkpoint import FULL_SHAPE, make_checkpoint
 
@@ -87,6 +90,16 @@ class Record:
     pp: int
     tp: int
     in_order: list[Measured]
+
+    def differences(self) -> list[Errors]:
+        """Return for each point by how much two measurements of it are expected to differ.
+
+        Each is the mean of as many rounds as were made. If rounds are normally distributed with a standard
+        deviation s, the means of n differ by 2 s / sqrt(pi n). Nothing is known of a single round.
+        """
+        return [
+            difference_of(rounds) for rounds in rounds_of(steadied(self.in_order)).values() if len(rounds) > 1
+        ]
 
     def print_errors(self, model: str) -> list[Errors]:
         """Print a row for each point; returns their errors."""
@@ -160,6 +173,18 @@ def errors_of(measured: Measured, predicted: Prediction) -> Errors:
     )
 
 
+def difference_of(rounds: Sequence[Measured]) -> Errors:
+    """Return what `Record.differences` says of one point, the times as shares of their means."""
+    times = [each.time_per_token_s for each in rounds]
+    firsts = [each.ttft_s for each in rounds]
+    factor = 2 / math.sqrt(math.pi * len(rounds))
+    return (
+        factor * statistics.stdev(times) / statistics.mean(times),
+        factor * statistics.stdev(firsts) / statistics.mean(firsts),
+        factor * statistics.stdev(each.bubble for each in rounds),
+    )
+
+
 def row(labels: Sequence[str], measured: Measured, predicted: Prediction) -> str:
     """Return a row of the table; each cell has what was measured, and then what was predicted."""
     cells = (
@@ -210,6 +235,7 @@ def main() -> int:
     print("| model | layout | at once | prompt | ms per token | first token, ms | bubble, % |")
     print("|---|---|---|---|---|---|---|", flush=True)
     of_models: dict[str, list[Errors]] = {}
+    differences: dict[str, list[Errors]] = {}
     with tempfile.TemporaryDirectory(prefix="plan-accuracy-") as scratch:
         half_b = Path(scratch, "0.5B")
         if "0.5B" in options.models:
@@ -217,9 +243,12 @@ def main() -> int:
         models = {"demo": "demo", "0.5B": str(half_b)}
         for record in records(options, models):
             of_models.setdefault(record.label, []).extend(record.print_errors(models[record.label]))
+            differences.setdefault(record.label, []).extend(record.differences())
     print()
     for label, errors in of_models.items():
         print(f"{label}: mean absolute errors over {len(errors)} points: {mean_errors(errors)}")
+        if own := differences[label]:
+            print(f"{label}: two measurements of one point differ by: {mean_errors(own)}")
     return 0
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import itertools
+import random
+import statistics
 from typing import Any
 
 import pytest
@@ -81,6 +84,17 @@ def test_the_mean_of_rounds_is_that_of_equal_times_not_of_equal_tokens() -> None
     point = loads.Point(1, 20)
     both = loads.Measured.mean([measured_at(point, 0.010), measured_at(point, 0.030)])
     assert both.time_per_token_s == pytest.approx(0.015)
+
+
+def test_two_measurements_of_a_point_differ_by_as_much_as_its_rounds_say() -> None:
+    point, source = loads.Point(1, 20), random.Random(5)
+    rounds = [measured_at(point, source.gauss(1.0, 0.1)) for _ in range(8000)]
+    of_four = [rounds[start : start + 4] for start in range(0, len(rounds), 4)]
+    means = [statistics.mean(each.time_per_token_s for each in own) for own in of_four]
+    seen = statistics.mean(abs(one - other) for one, other in itertools.pairwise(means))
+    expected = [accuracy.difference_of(own) for own in of_four]
+    assert statistics.mean(token for token, _, _ in expected) == pytest.approx(seen, rel=0.1)
+    assert all(bubble == 0.0 for _, _, bubble in expected)
 
 
 def test_more_rows_never_take_less_time() -> None:

@@ -258,10 +258,15 @@ class _Pipe:
         return [seconds[id(stage)] for stage in times]
 
     def _cycle_s(self, running: int, micro_batches: int) -> float:
-        """Return the cycle by which the scheduler chooses: it knows no `Turns`, nor that steps differ."""
+        """Return the cycle by which the scheduler chooses: it knows learnt costs alone, where there are any.
+
+        It knows no `Turns`, nor that steps differ.
+        """
         shape = self.micro_batch(running, micro_batches)
         latency_s = self._way_back_s + sum(self._hops_s(shape.tokens))
-        return cycle_seconds(self._stage_s(shape, alone=micro_batches == 1), micro_batches, latency_s)
+        times = self.alone if micro_batches == 1 else self.times
+        seconds = [(learnt_cost(stage) or stage).seconds(shape) for stage in times]
+        return cycle_seconds(seconds, micro_batches, latency_s)
 
     def _steady(self, running: int, micro_batches: int) -> SteadyState:
         share = -(-running // micro_batches)
@@ -272,7 +277,17 @@ class _Pipe:
             [self._hops_s(shape.tokens) for shape in shapes],
             self._return_s(share, alone=len(rows) == 1),
             spread=self.load.spread,
+            ahead_s=self._ahead_s,
         )
+
+    @property
+    def _ahead_s(self) -> list[float]:
+        """The seconds of each stage that need no hidden states, where they are known.
+
+        Nearly all that a learnt cost has as overhead (rows, inputs) comes before the wait for hidden states.
+        """
+        costs = map(learnt_cost, self.times)
+        return [0.0 if cost is None else cost.overhead for cost in costs]
 
     def _hops_s(self, num_tokens: int) -> list[float]:
         return [self._hop_s(stage, num_tokens) for stage in range(len(self.times) - 1)]
@@ -327,6 +342,7 @@ class _Pipe:
                 lambda plan, stage: hops_s[plan][stage],
                 stages,
                 free_s=free_s,
+                ahead_s=self._ahead_s,
             )
             for free_s in busy_s
         ]
@@ -352,6 +368,7 @@ class _Pipe:
             stages,
             period=micro_batches,
             return_s=return_s,
+            ahead_s=self._ahead_s,
         )
         started_s = passage.left[0] - stage_s[0]
         gap_s = max(passage.left[0], passage.ends[-micro_batches] + return_s) - started_s

@@ -3,10 +3,12 @@
     start(k, s) = max( end(k, s-1) + hop(s-1),  end(k-1, s) )          k: plans in their order; s: stages
     start(k, 0) = max( token(k),  end(k-1, 0) )
 
-`hop(s-1)` is the time from stage s-1 to stage s. `token(k)` is when the first stage has the token that plan k
-continues from: the one of the same micro-batch's step before. It is 0 for a plan that waits for no token. If
-all P stages are equally fast, closed forms follow: a single micro-batch leaves (P - 1) / P of the stages'
-time idle, and M micro-batches that pass once leave (P - 1) / (M + P - 1) of it idle [I10].
+`hop(s-1)` is the time from stage s-1 to stage s. What a stage does for a plan before it needs hidden states
+("ahead"), it does as soon as it is free and has the plan, which all stages get together. `token(k)` is when
+the first stage has the token that plan k continues from: the one of the same micro-batch's step before. It is
+0 for a plan that waits for no token. If all P stages are equally fast, closed forms follow: a single
+micro-batch leaves (P - 1) / P of the stages' time idle, and M micro-batches that pass once leave
+(P - 1) / (M + P - 1) of it idle [I10].
 
 Where the times of like steps differ, stages wait for each other more often: of a maximum of random times, the
 mean is above the maximum of the means. The steady state then follows from times that are drawn at random.
@@ -50,6 +52,7 @@ def pass_plans(
     period: int | None = None,
     return_s: float = 0.0,
     free_s: Sequence[float] | None = None,
+    ahead_s: Sequence[float] | None = None,
 ) -> Passage:
     """Return when the plans pass the stages of a pipe.
 
@@ -59,16 +62,20 @@ def pass_plans(
         period: plan k needs the result of plan k - period; None: plans need no results.
         return_s: seconds that this result takes from the last stage to the first.
         free_s: [stage] seconds until this stage is free for the first plan; None: all are free.
+        ahead_s: [stage] those of its seconds for which this stage needs no hidden states; None: 0 everywhere.
     """
     free = [0.0] * num_stages if free_s is None else list(free_s)
+    ahead = [0.0] * num_stages if ahead_s is None else ahead_s
     busy = [0.0] * num_stages
     ends: list[float] = []
     for plan in range(num_plans):
         needs = period is not None and plan >= period
-        ready = ends[plan - period] + return_s if needs and period is not None else 0.0
+        known = ends[plan - period] + return_s if needs and period is not None else 0.0
+        ready = known
         for stage in range(num_stages):
             seconds = stage_s(plan, stage)
-            free[stage] = max(ready, free[stage]) + seconds
+            before = min(ahead[stage], seconds) if stage else 0.0
+            free[stage] = max(ready, max(free[stage], known) + before) + seconds - before
             busy[stage] += seconds
             ready = free[stage] + (hop_s(plan, stage) if stage + 1 < num_stages else 0.0)
         ends.append(free[-1])
@@ -99,6 +106,7 @@ def steady_state(
     return_s: float = 0.0,
     *,
     spread: float = 0.0,
+    ahead_s: Sequence[float] | None = None,
 ) -> SteadyState:
     """Return the steady state of a pipe whose micro-batches each wait for their own token.
 
@@ -107,6 +115,7 @@ def steady_state(
         hop_s: for each micro-batch, the seconds from each stage but the last to the next stage.
         return_s: seconds from the last stage to the first, for the token that a micro-batch waits for.
         spread: the standard deviation of the times of like steps, as a share of their mean.
+        ahead_s: [stage] as in `pass_plans`.
     """
     number, num_stages = len(stage_s), len(stage_s[0])
     measured = max(_MEASURED, _DRAWN // (number * num_stages)) if spread else _MEASURED
@@ -117,6 +126,7 @@ def steady_state(
         num_stages,
         period=number,
         return_s=return_s,
+        ahead_s=ahead_s,
     )
     cycle_s = (passage.ends[-1] - passage.ends[SETTLE * number - 1]) / measured
     busy_s = sum(map(sum, stage_s))

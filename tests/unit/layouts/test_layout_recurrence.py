@@ -31,6 +31,18 @@ def test_i10_one_batch_takes_all_stages_and_the_ways_between_them() -> None:
     assert passage.bubble == pytest.approx(1 - 12.0 / (4 * 13.5))
 
 
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_what_needs_no_hidden_states_is_done_before_they_come(num_stages: int) -> None:
+    ahead_s = [0.5] * num_stages
+    alone = steady_state([[2.0] * num_stages], [[0.0] * (num_stages - 1)], ahead_s=ahead_s)
+    assert alone.cycle_s == pytest.approx(2.0 + 1.5 * (num_stages - 1))
+    assert alone.bubble == pytest.approx(1 - 2.0 / alone.cycle_s)
+    full = steady_state(
+        [[2.0] * num_stages] * num_stages, [[0.0] * (num_stages - 1)] * num_stages, ahead_s=ahead_s
+    )
+    assert full.cycle_s == pytest.approx(2.0 * num_stages)
+
+
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 7])
 def test_i10_a_single_micro_batch_keeps_one_stage_busy(num_stages: int) -> None:
     state = steady_state([[2.0] * num_stages], [[0.0] * (num_stages - 1)])
