@@ -4,11 +4,12 @@
                                     [--pairs 10] [--alive 8]
 
 Each case is a mix of requests that the seed draws: tokens of a prompt, tokens of an answer, and how many
-requests there are at once. A server with `--partition auto --partition-mix PROMPT:OUTPUT` says which cut it
-chose. Then engines of all cuts generate all answers, in turns. The fastest one and the chosen one do so
-again, in pairs: so chance, which made the fastest one the fastest, has no part in its figure. As many engines
-as `--alive` says stay alive at once. Prints a row for each case, as Markdown; exits with 1 where the chosen
-cut is more than 3 % slower than the best in more than one case of twenty. Run it on a quiet machine.
+requests there are at once. A server with `--partition auto --partition-mix PROMPT:OUTPUT`, which runs so many
+requests at once (`--max-num-seqs`), says which cut it chose. Then engines of all cuts generate all answers,
+in turns. The fastest one and the chosen one do so again, in pairs: so chance, which made the fastest one the
+fastest, has no part in its figure. As many engines as `--alive` says stay alive at once. Prints a row for
+each case, as Markdown; exits with 1 where the chosen cut is more than 3 % slower than the best in more than
+one case of twenty. Run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def chosen_cut(model: str, num_stages: int, case: Case) -> Cut:
     """Return what `--partition auto` chooses for a case."""
     mix = f"{case.prompt}:{case.output}"
     flags = ["--pp", str(num_stages), "--partition", "auto", "--partition-mix", mix]
-    flags += ["--threads-per-rank", "1"]
+    flags += ["--threads-per-rank", "1", "--max-num-seqs", str(case.concurrency)]
     with Served(model, *flags, "--max-model-len", str(MAX_LEN)) as server:
         stages = json.loads(server.get("/server_info"))["stages"]
     return tuple(stage["end_layer"] - stage["start_layer"] for stage in stages)
