@@ -6,10 +6,11 @@
 Each case is a mix of requests that the seed draws: tokens of a prompt, tokens of an answer, and how many
 requests there are at once. A server with `--partition auto --partition-mix PROMPT:OUTPUT`, which runs so many
 requests at once (`--max-num-seqs`), says which cut it chose. Then engines of all cuts generate all answers,
-in turns. The fastest one and the chosen one do so again, in pairs: so chance, which made the fastest one the
-fastest, has no part in its figure. As many engines as `--alive` says stay alive at once. Prints a row for
-each case, as Markdown; exits with 1 where the chosen cut is more than 3 % slower than the best in more than
-one case of twenty. Run it on a quiet machine.
+in turns; as many engines as `--alive` says stay alive at once. The fastest one and the chosen one do so
+again, in pairs of engines that are started anew: so neither chance, which made the fastest one the fastest,
+nor an engine that is slow for all its life has a part in the figure. Prints a row for each case, as Markdown;
+exits with 1 where the chosen cut is more than 3 % slower than the best in more than one case of twenty. Run
+it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -113,9 +114,15 @@ class Engines:
         self._alive[cut] = engine
         return engine
 
+    def end(self, cut: Cut) -> None:
+        """End the engine of a cut, if it is alive, so that the next one is started anew."""
+        engine = self._alive.pop(cut, None)
+        if engine is not None:
+            engine.shutdown()
+
     def close(self) -> None:
-        while self._alive:
-            self._alive.popitem()[1].shutdown()
+        for cut in list(self._alive):
+            self.end(cut)
 
 
 def seconds_of(engines: Engines, cut: Cut, case: Case, seed: int) -> float:
@@ -145,10 +152,14 @@ def run_case(
     def take(cut: Cut) -> float:
         return seconds_of(engines, cut, case, options.seed)
 
+    def take_anew(cut: Cut) -> float:
+        engines.end(cut)
+        return take(cut)
+
     rounds = in_turns(every, take, options.rounds)
     medians = [statistics.median(column) for column in zip(*rounds, strict=True)]
     best = every[medians.index(min(medians))]
-    pairs = in_turns([chosen, best], take, options.pairs) if best != chosen else [[medians[0]] * 2]
+    pairs = in_turns([chosen, best], take_anew, options.pairs) if best != chosen else [[medians[0]] * 2]
     loss = statistics.median(own / other for own, other in pairs) - 1
     tokens = case.concurrency * case.output
     rates = [tokens / statistics.median(column) for column in zip(*pairs, strict=True)]

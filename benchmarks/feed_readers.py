@@ -8,8 +8,8 @@ short and there are more of them to be told than of any real one. The reader tak
 nothing: a browser on the same machine costs what its drawing costs. The bar is 1 % of throughput.
 
 Where the machine is not quiet enough for that, the CPU time of the programs that serve the reader tells more:
-supervisor, core and API process, without the stages, whose work no reader changes. Their time for a token
-with a reader, less that without one, is printed as a share of the time of all processes for a token.
+core and API process, since no reader changes what stages do. It is counted in windows of one steady load,
+with and without a reader in turns, and printed as a share of the CPU time of all processes.
 """
 
 from __future__ import annotations
@@ -31,23 +31,17 @@ from ratios import against_off, in_turns, shown
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from served import Served
 
+WINDOW_S = 3.0  # in which CPU time is counted
 SETTLE_S = 1.0  # in which a reader that comes gets the last seconds
 SUBJECTS = ("nobody", "one reader", "nobody again")
 
 
 class Round:
-    """What one round has taken.
+    """What one round has taken: tokens a second, and tokens for each second of CPU time."""
 
-    Attributes:
-        rate: tokens a second.
-        cpu_rate: tokens for each second of CPU time.
-        served_s: seconds of CPU time for a token, of the processes that are no stages.
-    """
-
-    def __init__(self, tokens: int, seconds: float, stages_s: float, others_s: float) -> None:
+    def __init__(self, tokens: int, seconds: float, cpu_s: float) -> None:
         self.rate = tokens / seconds
-        self.cpu_rate = tokens / (stages_s + others_s)
-        self.served_s = others_s / tokens
+        self.cpu_rate = tokens / cpu_s
 
 
 def main() -> int:
@@ -70,16 +64,13 @@ def main() -> int:
                 return measure(server, options.requests, options.tokens)
 
         rounds = in_turns(SUBJECTS, take, options.rounds, warm_up=2)
+        shares = [*cpu_shares(server, options)]
     print("| | nobody | one reader | reader/nobody | control |\n|---|---|---|---|---|")
     for name, pick in (("tokens/s", "rate"), ("tokens per CPU second", "cpu_rate")):
         cells = against_off([[getattr(each, pick) for each in of_round] for of_round in rounds])
         print(f"| {name} | {' | '.join(cells)} |")
-    for name, which in (("one reader", 1), ("nobody again", 2)):
-        shares = [
-            100 * (of_round[which].served_s - of_round[0].served_s) * of_round[0].cpu_rate
-            for of_round in rounds
-        ]
-        print(f"CPU time besides the stages', {name}: {shown(shares)} % more of all CPU time")
+    for name, *cells in shares:
+        print(f"CPU time of the {name}, in % of all: " + ", ".join(cells))
     lost = 1 - statistics.median(of_round[1].rate / of_round[0].rate for of_round in rounds)
     return 0 if lost < 0.01 else 1
 
@@ -88,17 +79,51 @@ def measure(server: Served, num_requests: int, num_tokens: int) -> Round:
     """Have all requests answered at once."""
     targets = [(server.url, number, num_tokens) for number in range(num_requests)]
     threads = [threading.Thread(target=complete, args=target) for target in targets]
-    processes = server.family()
-    stages = [process.pid for process in processes if "stage" in " ".join(process.cmdline())]
-    others = [process.pid for process in processes if process.pid not in stages]
-    before, began = [cpu_seconds(pids) for pids in (stages, others)], time.perf_counter()
+    pids = [process.pid for process in server.family()]
+    cpu, began = cpu_seconds(pids), time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     seconds = time.perf_counter() - began
-    taken = [cpu_seconds(pids) - cpu for pids, cpu in zip((stages, others), before, strict=True)]
-    return Round(num_requests * num_tokens, seconds, *taken)
+    return Round(num_requests * num_tokens, seconds, cpu_seconds(pids) - cpu)
+
+
+def cpu_shares(server: Served, options: argparse.Namespace) -> Iterator[list[str]]:
+    """Yield for core and API process their share of CPU time, what a reader adds to it, and the control."""
+    pids: dict[str, list[int]] = {"core": [], "API process": []}
+    for process in server.family():
+        title = process.cmdline()[0]
+        pids["core"] += [process.pid] * title.startswith("penstock core")
+        pids["API process"] += [process.pid] * title.startswith("penstock api")
+    assert all(len(own) == 1 for own in pids.values()), pids
+    everybody = [process.pid for process in server.family()]
+    is_over = threading.Event()
+
+    def keep_busy() -> None:
+        while not is_over.is_set():
+            measure(server, options.requests, options.tokens)
+
+    def take(subject: str) -> dict[str, float]:
+        with ExitStack() as readers:
+            if subject == "one reader":
+                readers.enter_context(reading(server.url))
+            before = {name: cpu_seconds(own) for name, own in pids.items()} | {"all": cpu_seconds(everybody)}
+            time.sleep(WINDOW_S)
+            after = {name: cpu_seconds(own) for name, own in pids.items()} | {"all": cpu_seconds(everybody)}
+        return {name: 100 * (after[name] - before[name]) / (after["all"] - before["all"]) for name in pids}
+
+    load = threading.Thread(target=keep_busy)
+    load.start()
+    try:
+        rounds = in_turns(SUBJECTS, take, options.rounds, warm_up=1)
+    finally:
+        is_over.set()
+        load.join()
+    for name in pids:
+        more = [[of_round[which][name] - of_round[0][name] for of_round in rounds] for which in (1, 2)]
+        usual = statistics.median(of_round[0][name] for of_round in rounds)
+        yield [name, f"{usual:.2f}", f"with one reader more by {shown(more[0])}", f"control {shown(more[1])}"]
 
 
 def complete(url: str, number: int, num_tokens: int) -> None:
