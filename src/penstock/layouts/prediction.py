@@ -251,10 +251,17 @@ class _Pipe:
     def _has_wire(self) -> bool:
         return any(link.kind == "network" for link in self.links)
 
-    def _stage_s(self, shape: StepShape, *, alone: bool) -> list[float]:
-        """Return the seconds that each stage takes for a step; equal times are computed only once."""
+    def _stage_s(self, shape: StepShape, *, alone: bool, as_learnt: bool = False) -> list[float]:
+        """Return the seconds that each stage takes for a step; equal times are computed only once.
+
+        Args:
+            alone: no other stage computes.
+            as_learnt: by the cost that the scheduler has learnt, where there is one.
+        """
         times = self.alone if alone else self.times
-        seconds = {id(stage): stage.seconds(shape) for stage in {id(own): own for own in times}.values()}
+        distinct = {id(own): own for own in times}
+        known = {key: learnt_cost(own) or own for key, own in distinct.items()} if as_learnt else distinct
+        seconds = {key: own.seconds(shape) for key, own in known.items()}
         return [seconds[id(stage)] for stage in times]
 
     def _cycle_s(self, running: int, micro_batches: int) -> float:
@@ -264,8 +271,7 @@ class _Pipe:
         """
         shape = self.micro_batch(running, micro_batches)
         latency_s = self._way_back_s + sum(self._hops_s(shape.tokens))
-        times = self.alone if micro_batches == 1 else self.times
-        seconds = [(learnt_cost(stage) or stage).seconds(shape) for stage in times]
+        seconds = self._stage_s(shape, alone=micro_batches == 1, as_learnt=True)
         return cycle_seconds(seconds, micro_batches, latency_s)
 
     def _steady(self, running: int, micro_batches: int) -> SteadyState:
