@@ -23,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from ratios import in_turns
 from penstock import LLM, SamplingParams
 from penstock.config.engine import ModelConfig
 from penstock.layouts.model_sizes import read_sizes
+from penstock.planner.report import comma_separated
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from served import Served
@@ -88,12 +89,12 @@ class Engines:
         self._model = model
         self._num_alive = num_alive
         self._alive: dict[Cut, LLM] = {}  # least recently used first
-        self._warm: set[tuple[LLM, Case]] = set()
+        self._warm: dict[Cut, set[Case]] = {}  # of each engine alive, the cases that it has answered
 
-    def is_warm(self, engine: LLM, case: Case) -> bool:
-        """Return whether an engine has been asked this about a case before."""
-        was_warm = (engine, case) in self._warm
-        self._warm.add((engine, case))
+    def is_warm(self, cut: Cut, case: Case) -> bool:
+        """Return whether the engine of a cut has been asked this about a case before."""
+        was_warm = case in self._warm[cut]
+        self._warm[cut].add(case)
         return was_warm
 
     def of(self, cut: Cut) -> LLM:
@@ -101,16 +102,17 @@ class Engines:
         engine = self._alive.pop(cut, None)
         if engine is None:
             while len(self._alive) >= self._num_alive:
-                self._alive.pop(next(iter(self._alive))).shutdown()
+                self.end(next(iter(self._alive)))
             engine = LLM(
                 self._model,
                 pipeline_parallel_size=len(cut),
-                partition=",".join(map(str, cut)),
+                partition=comma_separated(cut),
                 threads_per_rank=1,
                 max_model_len=MAX_LEN,
                 enable_prefix_caching=False,
                 speculative_method="off",
             )
+            self._warm[cut] = set()
         self._alive[cut] = engine
         return engine
 
@@ -134,7 +136,7 @@ def seconds_of(engines: Engines, cut: Cut, case: Case, seed: int) -> float:
     ]
     params = SamplingParams(temperature=0.0, max_tokens=case.output, ignore_eos=True)
     engine = engines.of(cut)
-    if not engines.is_warm(engine, case):
+    if not engines.is_warm(cut, case):
         engine.generate(prompts, params)  # plans are sized by what stages report meanwhile
     began, times = time.perf_counter(), 0
     while times == 0 or time.perf_counter() - began < LEAST_S:
@@ -159,24 +161,20 @@ def run_case(
     rounds = in_turns(every, take, options.rounds)
     medians = [statistics.median(column) for column in zip(*rounds, strict=True)]
     best = every[medians.index(min(medians))]
-    pairs = in_turns([chosen, best], take_anew, options.pairs) if best != chosen else [[medians[0]] * 2]
+    pairs = in_turns([chosen, best], take_anew, options.pairs) if best != chosen else [[min(medians)] * 2]
     loss = statistics.median(own / other for own, other in pairs) - 1
     tokens = case.concurrency * case.output
     rates = [tokens / statistics.median(column) for column in zip(*pairs, strict=True)]
     cells = [
         f"{case.prompt}:{case.output}",
         str(case.concurrency),
-        _shown(chosen),
+        comma_separated(chosen),
         f"{rates[0]:.1f}",
-        _shown(best),
+        comma_separated(best),
         f"{rates[1]:.1f}",
         f"{100 * loss:.1f}",
     ]
     return cells, loss
-
-
-def _shown(cut: Sequence[int]) -> str:
-    return ",".join(map(str, cut))
 
 
 def main() -> int:

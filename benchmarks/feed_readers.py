@@ -22,7 +22,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from cpu_time import cpu_seconds
@@ -58,9 +58,7 @@ def main() -> int:
     with Served(*arguments, "--speculative-method", "off") as server:
 
         def take(subject: str) -> Round:
-            with ExitStack() as readers:
-                if subject == "one reader":
-                    readers.enter_context(reading(server.url))
+            with looking(subject, server.url):
                 return measure(server, options.requests, options.tokens)
 
         rounds = in_turns(SUBJECTS, take, options.rounds, warm_up=2)
@@ -91,13 +89,12 @@ def measure(server: Served, num_requests: int, num_tokens: int) -> Round:
 
 def cpu_shares(server: Served, options: argparse.Namespace) -> Iterator[list[str]]:
     """Yield for core and API process their share of CPU time, what a reader adds to it, and the control."""
-    pids: dict[str, list[int]] = {"core": [], "API process": []}
-    for process in server.family():
-        title = process.cmdline()[0]
-        pids["core"] += [process.pid] * title.startswith("penstock core")
-        pids["API process"] += [process.pid] * title.startswith("penstock api")
-    assert all(len(own) == 1 for own in pids.values()), pids
-    everybody = [process.pid for process in server.family()]
+    titles = {process.pid: process.cmdline()[0] for process in server.family()}
+    pids = {
+        name: [pid for pid, title in titles.items() if title.startswith(start)]
+        for name, start in (("core", "penstock core"), ("API process", "penstock api"), ("all", ""))
+    }
+    assert len(pids["core"]) == len(pids["API process"]) == 1, titles
     is_over = threading.Event()
 
     def keep_busy() -> None:
@@ -105,13 +102,11 @@ def cpu_shares(server: Served, options: argparse.Namespace) -> Iterator[list[str
             measure(server, options.requests, options.tokens)
 
     def take(subject: str) -> dict[str, float]:
-        with ExitStack() as readers:
-            if subject == "one reader":
-                readers.enter_context(reading(server.url))
-            before = {name: cpu_seconds(own) for name, own in pids.items()} | {"all": cpu_seconds(everybody)}
+        with looking(subject, server.url):
+            before = {name: cpu_seconds(own) for name, own in pids.items()}
             time.sleep(WINDOW_S)
-            after = {name: cpu_seconds(own) for name, own in pids.items()} | {"all": cpu_seconds(everybody)}
-        return {name: 100 * (after[name] - before[name]) / (after["all"] - before["all"]) for name in pids}
+            taken = {name: cpu_seconds(own) - before[name] for name, own in pids.items()}
+        return {name: 100 * seconds / taken["all"] for name, seconds in taken.items()}
 
     load = threading.Thread(target=keep_busy)
     load.start()
@@ -120,7 +115,7 @@ def cpu_shares(server: Served, options: argparse.Namespace) -> Iterator[list[str
     finally:
         is_over.set()
         load.join()
-    for name in pids:
+    for name in ("core", "API process"):
         more = [[of_round[which][name] - of_round[0][name] for of_round in rounds] for which in (1, 2)]
         usual = statistics.median(of_round[0][name] for of_round in rounds)
         yield [name, f"{usual:.2f}", f"with one reader more by {shown(more[0])}", f"control {shown(more[1])}"]
@@ -134,6 +129,11 @@ def complete(url: str, number: int, num_tokens: int) -> None:
     )
     with urllib.request.urlopen(request, timeout=120) as answer:
         assert json.load(answer)["usage"]["completion_tokens"] == num_tokens
+
+
+def looking(subject: str, url: str) -> AbstractContextManager[None]:
+    """Return a context in which a reader reads, if that is the subject."""
+    return reading(url) if subject == "one reader" else nullcontext()
 
 
 @contextmanager

@@ -320,18 +320,16 @@ def usual_tokens(samples: Sequence[StepSample]) -> int:
     return numbers.most_common(1)[0][0] if numbers else 0
 
 
-def _chunks(
-    spans: Sequence[StageSpans], ran: Sequence[Ran], point: Point, usual_tokens: int
-) -> list[StepSample]:
+def _chunks(spans: Sequence[StageSpans], ran: Sequence[Ran], point: Point, usual: int) -> list[StepSample]:
     """The plans with chunks of the requests that came one after the other, beside all others but one.
 
     Plans that are hardly larger than those of decodes are left out.
 
     Args:
-        usual_tokens: tokens of a plan without prompts.
+        usual: tokens of a plan without prompts.
     """
     found = []
-    micro_batches = max(1, round(point.concurrency / usual_tokens))
+    micro_batches = max(1, round(point.concurrency / usual))
     rows = round((point.concurrency - 1) / micro_batches)
     least = rows + (MIN_CHUNK if rows else 1)
     steps = [each for report in spans for each in _steps(report)]

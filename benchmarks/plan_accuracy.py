@@ -64,7 +64,7 @@ Errors = tuple[float, float, float]  # of the time per token, the first token, t
 def draw(seed: int, label: str, count: int, max_tokens: int) -> list[Point]:
     """Points of a grid, evenly on scales of powers; at most so many prompt tokens together."""
     source = random.Random(f"{seed} {label}")
-    taken = {Point(*each) for each in CALIBRATION}
+    taken = set(calibration())
     points: list[Point] = []
     while len(points) < count:
         concurrency = round(2 ** source.uniform(0, 6))
@@ -90,27 +90,6 @@ class Record:
     pp: int
     tp: int
     in_order: list[Measured]
-
-    def differences(self) -> list[Errors]:
-        """Return for each point by how much two measurements of it are expected to differ.
-
-        Each is the mean of as many rounds as were made. If rounds are normally distributed with a standard
-        deviation s, the means of n differ by 2 s / sqrt(pi n). Nothing is known of a single round.
-        """
-        return [
-            difference_of(rounds) for rounds in rounds_of(steadied(self.in_order)).values() if len(rounds) > 1
-        ]
-
-    def print_errors(self, model: str) -> list[Errors]:
-        """Print a row for each point; returns their errors."""
-        sizes = read_sizes(ModelConfig(model=model))
-        calibrated, drawn = learn(steadied(self.in_order), self.pp, sizes)
-        errors = []
-        for measured in drawn:
-            predicted = calibrated.predict(measured.point, measured.context, sizes)
-            errors.append(errors_of(measured, predicted))
-            print(row([self.label, f"{self.pp}x{self.tp}"], measured, predicted), flush=True)
-        return errors
 
 
 async def measure_layout(label: str, model: str, pp: int, tp: int, options: argparse.Namespace) -> Record:
@@ -146,7 +125,7 @@ async def in_rounds(
     return in_order
 
 
-def calibration(max_tokens: int) -> list[Point]:
+def calibration(max_tokens: float = math.inf) -> list[Point]:
     """Return the points of the calibration with at most so many tokens of prompts."""
     return [Point(*each) for each in CALIBRATION if each[0] * each[1] <= max_tokens]
 
@@ -156,12 +135,21 @@ def learn(
 ) -> tuple[Calibrated, list[Measured]]:
     """Return what is learnt from the points of the calibration, and the means of the other points."""
     means = means_of(in_order)
-    known = {Point(*each) for each in CALIBRATION}
-    # In their own order, whatever the order of the measurements was.
-    calibrated = Calibrated.of(
-        [means[point] for each in CALIBRATION if (point := Point(*each)) in means], num_stages, sizes
-    )
-    return calibrated, [own for point, own in means.items() if point not in known]
+    fixed = [point for point in calibration() if point in means]
+    calibrated = Calibrated.of([means[point] for point in fixed], num_stages, sizes)
+    return calibrated, [own for point, own in means.items() if point not in fixed]
+
+
+def print_errors(record: Record, in_order: Sequence[Measured], model: str) -> list[Errors]:
+    """Print a row for each point of a record, by its steadied measurements; returns their errors."""
+    sizes = read_sizes(ModelConfig(model=model))
+    calibrated, drawn = learn(in_order, record.pp, sizes)
+    errors = []
+    for measured in drawn:
+        predicted = calibrated.predict(measured.point, measured.context, sizes)
+        errors.append(errors_of(measured, predicted))
+        print(row([record.label, f"{record.pp}x{record.tp}"], measured, predicted), flush=True)
+    return errors
 
 
 def errors_of(measured: Measured, predicted: Prediction) -> Errors:
@@ -174,7 +162,14 @@ def errors_of(measured: Measured, predicted: Prediction) -> Errors:
 
 
 def difference_of(rounds: Sequence[Measured]) -> Errors:
-    """Return what `Record.differences` says of one point, the times as shares of their means."""
+    """Return by how much two measurements of a point are expected to differ, times as shares of their means.
+
+    Each is the mean of as many rounds as were made. If rounds are normally distributed with a standard
+    deviation s, the means of n differ by 2 s / sqrt(pi n).
+
+    Args:
+        rounds: at least two.
+    """
     times = [each.time_per_token_s for each in rounds]
     firsts = [each.ttft_s for each in rounds]
     factor = 2 / math.sqrt(math.pi * len(rounds))
@@ -242,8 +237,14 @@ def main() -> int:
             make_checkpoint(half_b, FULL_SHAPE)
         models = {"demo": "demo", "0.5B": str(half_b)}
         for record in records(options, models):
-            of_models.setdefault(record.label, []).extend(record.print_errors(models[record.label]))
-            differences.setdefault(record.label, []).extend(record.differences())
+            in_order = steadied(record.in_order)
+            of_models.setdefault(record.label, []).extend(
+                print_errors(record, in_order, models[record.label])
+            )
+            of_points = rounds_of(in_order).values()
+            differences.setdefault(record.label, []).extend(
+                difference_of(rounds) for rounds in of_points if len(rounds) > 1
+            )
     print()
     for label, errors in of_models.items():
         print(f"{label}: mean absolute errors over {len(errors)} points: {mean_errors(errors)}")

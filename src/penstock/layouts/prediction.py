@@ -170,7 +170,8 @@ def predict(
         hop_bytes=lambda tokens: carried_bytes(sizes, tokens),
     )
     running = min(load.of_replica(dp), load.scheduler.max_num_seqs, max(1, capacity // load.context))
-    micro_batches, decoding = pipeline.decoding(running)
+    micro_batches = pipeline.num_micro_batches(running)
+    decoding = pipeline.steady(running, micro_batches)
     shape = pipeline.micro_batch(running, micro_batches)
     prompt_s = pipeline.prefill_s(0)
     ttft_s = prompt_s if running == 1 else pipeline.prefill_s(running - 1)
@@ -225,12 +226,7 @@ class _Pipe:
         rows = -(-running // micro_batches)
         return StepShape(rows, rows * self.load.context, rows)
 
-    def decoding(self, running: int) -> tuple[int, SteadyState]:
-        """Return the number of micro-batches for so many requests, and the pipe's steady state."""
-        number = self._num_micro_batches(running)
-        return number, self._steady(running, number)
-
-    def _num_micro_batches(self, running: int) -> int:
+    def num_micro_batches(self, running: int) -> int:
         """Return the number of micro-batches into which the scheduler splits so many decoding requests.
 
         More micro-batches than stages are taken if that makes the cycle shorter, which is tried if a link is
@@ -274,7 +270,8 @@ class _Pipe:
         seconds = self._stage_s(shape, alone=micro_batches == 1, as_learnt=True)
         return cycle_seconds(seconds, micro_batches, latency_s)
 
-    def _steady(self, running: int, micro_batches: int) -> SteadyState:
+    def steady(self, running: int, micro_batches: int) -> SteadyState:
+        """Return the steady state while so many requests decode."""
         share = -(-running // micro_batches)
         rows = [min(share, running - start) for start in range(0, running, share)]
         shapes = [StepShape(count, count * self.load.context, count) for count in rows]
@@ -296,10 +293,8 @@ class _Pipe:
         return [0.0 if cost is None else cost.overhead for cost in costs]
 
     def _hops_s(self, num_tokens: int) -> list[float]:
-        return [self._hop_s(stage, num_tokens) for stage in range(len(self.times) - 1)]
-
-    def _hop_s(self, stage: int, num_tokens: int) -> float:
-        return self.links[stage].seconds(self.hop_bytes(num_tokens))
+        num_bytes = self.hop_bytes(num_tokens)
+        return [link.seconds(num_bytes) for link in self.links[: len(self.times) - 1]]
 
     def _return_s(self, num_rows: int, *, alone: bool) -> float:
         """Return the seconds from the end of a micro-batch's step to its next step, if no stage is busy."""
@@ -324,7 +319,7 @@ class _Pipe:
         busy_s, wait_s = [[0.0] * stages], 0.0
         decodes = first = NO_STEP
         if num_decoding:
-            number = self._num_micro_batches(num_decoding)
+            number = self.num_micro_batches(num_decoding)
             decodes = self.micro_batch(num_decoding, min(num_decoding, max(number, stages)))
             first = NO_STEP if number < stages else decodes
             busy_s, wait_s = self._met(num_decoding, number)
@@ -341,6 +336,7 @@ class _Pipe:
         is_alone = not num_decoding and 1 in (len(shapes), stages)
         stage_s = [self._stage_s(shape, alone=is_alone) for shape in shapes]
         hops_s = [self._hops_s(shape.tokens) for shape in shapes]
+        ahead_s = self._ahead_s
         passages = [
             pass_plans(
                 len(shapes),
@@ -348,7 +344,7 @@ class _Pipe:
                 lambda plan, stage: hops_s[plan][stage],
                 stages,
                 free_s=free_s,
-                ahead_s=self._ahead_s,
+                ahead_s=ahead_s,
             )
             for free_s in busy_s
         ]
