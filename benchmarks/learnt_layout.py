@@ -11,7 +11,15 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from measured_loads import MAX_LEN, Measured, Point, scheduler_config, seconds_of, usual_tokens
+from measured_loads import (
+    MAX_LEN,
+    ChunkSample,
+    Measured,
+    Point,
+    scheduler_config,
+    seconds_of,
+    usual_tokens,
+)
 
 from penstock.config.engine import CacheConfig
 from penstock.layouts.devices import Link
@@ -23,6 +31,7 @@ from penstock.scheduler.cost_model import StageCost, StepSample, fit_roofline
 
 STRETCH = 6  # measurements, one after the other, for which the machine is taken to be equally fast
 FEW_STEPS = 5  # fewer like steps of a point say nothing
+MOST_ATTENTION = 0.75  # of a step's time: what is left of a step that has more says little
 FITS = 4  # times that what lies between steps is corrected by what is left of the measured times
 NO_WAY = Link(kind="memory", bytes_per_s=1e18, latency_s=0.0)  # links are part of what stages report
 
@@ -146,16 +155,20 @@ def rounds_of(measured: Sequence[Measured]) -> dict[Point, list[Measured]]:
     return rounds
 
 
-def typical(samples: Sequence[StepSample]) -> list[StepSample]:
+def typical(samples: Sequence[StepSample], few: int = 0) -> list[StepSample]:
     """Of steps of as many tokens and samples, and about as much attention, return one with the mean times.
 
     Means, because a cycle is as long as its steps take together: where programs share the cores, some steps
     take twice the median.
+
+    Args:
+        few: where fewer steps are alike, they are left out, unless nothing would be left.
     """
     alike: dict[tuple[int, int, int], list[StepSample]] = {}
     for sample in samples:
         shape = sample.shape
         alike.setdefault((shape.tokens, shape.samples, shape.attended.bit_length()), []).append(sample)
+    often = [own for own in alike.values() if len(own) >= few]
     return [
         StepSample(
             shape=own[0].shape._replace(
@@ -165,7 +178,7 @@ def typical(samples: Sequence[StepSample]) -> list[StepSample]:
             sample_s=statistics.mean(sample.sample_s or 0.0 for sample in own),
             overhead_s=statistics.mean(sample.overhead_s for sample in own),
         )
-        for own in alike.values()
+        for own in often or alike.values()
     ]
 
 
@@ -190,32 +203,63 @@ def fitted(decodes: Sequence[StepSample], chunks: Sequence[StepSample]) -> Stage
 
 
 def observed(
-    points: Sequence[Sequence[StepSample]], chunks: Sequence[StepSample], per_attended: float | None
+    points: Sequence[Sequence[StepSample]],
+    chunks: Sequence[Sequence[ChunkSample]],
+    per_attended: float | None,
 ) -> StageTimes:
-    """Return the times of a stage: of decodes the means by rows without attention, of all else a learnt cost.
+    """Return the times of a stage: the means by numbers of tokens, and a learnt cost for other numbers.
 
-    The cost is fitted to plans with chunks of prompts, and to decodes without their attention. More rows
-    never take less time: where they seem to, the mean stands for both.
+    The cost is fitted to plans with chunks of prompts, and to decodes, all without the attention of decodes.
+    Decodes that are nearly all attention are left out of it. More rows never take less time: where they seem
+    to, the mean stands for both.
 
     Args:
         points: the decodes of each.
+        chunks: of each point, the plans with chunks of prompts.
         per_attended: seconds of attention for each position that a decode attends to; None: as in prompts.
     """
     decodes = [sample for own in points for sample in own]
     if per_attended is None:
-        per_attended = fitted([], chunks).per_attended
+        whole = [typical([*map(_with_decodes, own)], FEW_STEPS) for own in chunks]
+        per_attended = fitted([], [step for own in whole for step in own]).per_attended
     plain = [
-        step._replace(
-            shape=step.shape._replace(attended=0),
-            forward_s=max(0.0, step.forward_s - per_attended * step.shape.attended),
-        )
+        _without(step, per_attended * step.shape.attended)._replace(shape=step.shape._replace(attended=0))
         for step in typical(decodes)
+        if per_attended * step.shape.attended < MOST_ATTENTION * step.forward_s
     ]
-    cost = fitted(plain, chunks)
+    prompts = [
+        step
+        for own in chunks
+        for step in typical([_without(each.step, per_attended * each.beside) for each in own], FEW_STEPS)
+    ]
+    cost = fitted(plain, prompts)
     means = [
         (rows, max(0.0, seconds - per_attended * attended)) for rows, attended, seconds in _means(points)
     ]
-    return ObservedTimes(cost=cost, per_attended=per_attended, decodes=rising(sorted(means)))
+    per_chunk_attended = fitted([], prompts).per_attended
+    chunk_s = [
+        (step.shape.tokens, step.overhead_s + step.forward_s - per_chunk_attended * step.shape.attended)
+        for step in prompts
+    ]
+    return ObservedTimes(
+        cost=cost,
+        per_attended=per_attended,
+        decodes=rising(sorted(means)),
+        per_chunk_attended=per_chunk_attended,
+        chunks=rising(sorted((tokens, max(0.0, seconds)) for tokens, seconds in chunk_s)),
+    )
+
+
+def _without(step: StepSample, attention_s: float) -> StepSample:
+    """Return a step without so many seconds of its attention; it keeps some time in any case."""
+    kept_s = max(step.forward_s - attention_s, (1.0 - MOST_ATTENTION) * step.forward_s)
+    return step._replace(forward_s=kept_s)
+
+
+def _with_decodes(chunk: ChunkSample) -> StepSample:
+    """Return the step of a chunk with the attention of the decodes beside it in its shape."""
+    shape = chunk.step.shape
+    return chunk.step._replace(shape=shape._replace(attended=shape.attended + chunk.beside))
 
 
 def rising(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
@@ -239,11 +283,11 @@ def _stage_times(measured: Sequence[Measured], stage: int, num_stages: int) -> d
     Where there are no such steps, those of the other kind stand for them. What attention takes in decodes is
     learnt from points with as many rows and other contexts.
     """
-    chunks: dict[bool, list[StepSample]] = {False: [], True: []}
+    chunks: dict[bool, list[list[ChunkSample]]] = {False: [], True: []}
     decodes: dict[bool, list[list[StepSample]]] = {False: [], True: []}
     for each in measured:
         count = each.point.concurrency
-        chunks[count == 1] += typical(each.chunks[stage])
+        chunks[count == 1].append(each.chunks[stage])
         for own in decodes.values():
             own.append([])
         for step in each.samples[stage]:
@@ -257,7 +301,8 @@ def _stage_times(measured: Sequence[Measured], stage: int, num_stages: int) -> d
     times = {}
     for alone in (False, True):
         known = alone if any(decodes[alone]) else not alone
-        times[alone] = observed(decodes[known], chunks[alone] or chunks[True], per_attended)
+        prompts = chunks[alone] if any(chunks[alone]) else chunks[True]
+        times[alone] = observed(decodes[known], prompts, per_attended)
     return times
 
 

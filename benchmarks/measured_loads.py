@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -39,6 +39,30 @@ COUNTED = (*BUSY, *OVERHEAD)
 
 Length = tuple[int, float]  # nanoseconds, and tokens of a request then, prompt and answer
 Ran = tuple[int, int, float]  # nanoseconds of a request's start and end, and tokens of the others then
+
+
+class ChunkSample(NamedTuple):
+    """The times of a plan with a chunk of a prompt, and decodes beside it.
+
+    Attributes:
+        step: the times; the attention in its shape is that of the chunk alone.
+        beside: positions that the decodes attended to.
+    """
+
+    step: StepSample
+    beside: int
+
+    def scaled(self, factor: float) -> ChunkSample:
+        """Return what a machine would have reported that takes so many times as long."""
+        return self._replace(step=_slower(self.step, factor))
+
+
+def _slower(step: StepSample, factor: float) -> StepSample:
+    return step._replace(
+        forward_s=factor * step.forward_s,
+        sample_s=factor * (step.sample_s or 0.0),
+        overhead_s=factor * step.overhead_s,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +91,16 @@ class Measured:
     context: int
     spread: float
     samples: list[list[StepSample]]
-    chunks: list[list[StepSample]]
+    chunks: list[list[ChunkSample]]
 
     def scaled(self, factor: float) -> Measured:
         """Return what a machine would have measured that takes so many times as long."""
-
-        def slower(step: StepSample) -> StepSample:
-            return step._replace(
-                forward_s=factor * step.forward_s,
-                sample_s=factor * (step.sample_s or 0.0),
-                overhead_s=factor * step.overhead_s,
-            )
-
         return replace(
             self,
             time_per_token_s=factor * self.time_per_token_s,
             ttft_s=factor * self.ttft_s,
-            samples=[[*map(slower, own)] for own in self.samples],
-            chunks=[[*map(slower, own)] for own in self.chunks],
+            samples=[[_slower(step, factor) for step in own] for own in self.samples],
+            chunks=[[chunk.scaled(factor) for chunk in own] for own in self.chunks],
         )
 
     @classmethod
@@ -320,7 +336,7 @@ def usual_tokens(samples: Sequence[StepSample]) -> int:
     return numbers.most_common(1)[0][0] if numbers else 0
 
 
-def _chunks(spans: Sequence[StageSpans], ran: Sequence[Ran], point: Point, usual: int) -> list[StepSample]:
+def _chunks(spans: Sequence[StageSpans], ran: Sequence[Ran], point: Point, usual: int) -> list[ChunkSample]:
     """The plans with chunks of the requests that came one after the other, beside all others but one.
 
     Plans that are hardly larger than those of decodes are left out.
@@ -339,7 +355,7 @@ def _chunks(spans: Sequence[StageSpans], ran: Sequence[Ran], point: Point, usual
             if began_ns <= at_ns < ended_ns and start < point.prompt and num_tokens >= least:
                 count = num_tokens - rows
                 is_last = start + count >= point.prompt
-                attended = round(rows * length) + attended_by(start, count)
-                found.append(sample._replace(shape=StepShape(num_tokens, attended, rows + is_last)))
+                shape = StepShape(num_tokens, attended_by(start, count), rows + is_last)
+                found.append(ChunkSample(sample._replace(shape=shape), round(rows * length)))
                 start += count
     return found

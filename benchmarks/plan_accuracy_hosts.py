@@ -2,13 +2,16 @@
 
     python benchmarks/plan_accuracy_hosts.py [--model demo|0.5B|DIR] [--points 8] [--seed 0] [--rounds 3]
                          [--window-s 2] [--rates 1000,100] [--delays-ms 1:50] [--max-tokens 8192]
+                         [--record FILE]
+    python benchmarks/plan_accuracy_hosts.py --recorded FILE [--model demo|0.5B|DIR]
 
 Two hosts are network namespaces of this machine, each with one stage. The engine is calibrated over a link
 without delay. Other links are drawn from the seed: a rate of the given ones, and a delay, each way, evenly on
 a scale of powers. So are the loads. Calibration and loads are measured in turns, in several rounds. A
 prediction gets the calibrated stages, and the link as a user writes it down: its rate and its latency.
 docs/test-bed.md names what the machine needs; the program that delays packets shares the cores with the
-stages.
+stages. `--record` keeps what was measured in a file, and `--recorded` predicts it anew, as in
+`plan_accuracy.py`.
 
 Prints a row for each point and the mean absolute errors. Run it on a quiet machine.
 """
@@ -24,16 +27,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from measured_loads import Engine, Point, running
+import msgspec
+from measured_loads import Engine, Measured, Point, running
 from peers.checkpoint import FULL_SHAPE, make_checkpoint
 from plan_accuracy import Errors, draw, errors_of, in_rounds, learn, mean_errors, row
 
 from penstock.config.engine import ModelConfig
 from penstock.layouts.devices import Link
-from penstock.layouts.model_sizes import read_sizes
+from penstock.layouts.model_sizes import ModelSizes, read_sizes
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from network import Host, ShapedLink, shaped_network
@@ -46,6 +51,19 @@ START_LIMIT_S = 120.0
 SETTLE_S = 3.0  # after a change of the link, until the engine has measured it
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What was measured over links between two hosts.
+
+    Attributes:
+        links: the drawn points, and the link of each.
+        in_order: all measurements, in their order.
+    """
+
+    links: list[tuple[Point, Link]]
+    in_order: list[Measured]
+
+
 def main() -> int:
     options = parse_options()
     if options.head:
@@ -55,6 +73,10 @@ def main() -> int:
         if model == "0.5B":
             model = str(Path(scratch, "0.5B"))
             make_checkpoint(Path(model), FULL_SHAPE)
+        if options.recorded:
+            record = msgspec.json.decode(Path(options.recorded).read_bytes(), type=Record)
+            print_errors(record, read_sizes(ModelConfig(model=model)))
+            return 0
         with shaped_network(seed=options.seed, mtu=JUMBO) as network:
             return measure(model, Path(scratch), network.hosts, options)
 
@@ -69,6 +91,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rates", default="1000,100", help="Mbit/s of the links")
     parser.add_argument("--delays-ms", default="1:50", help="least and longest delay of a link, each way")
     parser.add_argument("--max-tokens", type=int, default=8192, help="of all prompts of a point together")
+    parser.add_argument("--record", default="", help="a file for what was measured")
+    parser.add_argument("--recorded", default="", help="such a file, which is predicted anew")
     parser.add_argument("--head", default="", help="used by the benchmark itself")
     return parser.parse_args()
 
@@ -84,6 +108,7 @@ def measure(model: str, scratch: Path, hosts: Sequence[Host[ShapedLink]], option
             "hosts": 2,
             "listen_workers": f"{head_host.address}:{PORT}",
             "join_token_file": str(token),
+            "threads_per_rank": 1,  # both hosts share two cores
             "state_dir": str(scratch / "tower"),
         },
     }
@@ -135,7 +160,21 @@ async def be_head(told: dict[str, Any]) -> int:
     async with running(options.model, NUM_STAGES, 1, **options.settings) as llm:
         engine = Engine(llm, NUM_STAGES, sizes.spec.vocab_size, options.window_s)
         in_order = await in_rounds(engine, list(links), options, prepare)
-    calibrated, drawn = learn(in_order, NUM_STAGES, sizes)
+    report(Record(links=[*links.items()], in_order=in_order), sizes, options.record)
+    return 0
+
+
+def report(record: Record, sizes: ModelSizes, path: str) -> None:
+    """Print the errors, and keep what was measured in a file, unless its path is empty."""
+    if path:
+        Path(path).write_bytes(msgspec.json.encode(record))
+    print_errors(record, sizes)
+
+
+def print_errors(record: Record, sizes: ModelSizes) -> None:
+    """Print a row for each drawn point, and the mean absolute errors."""
+    links = dict(record.links)
+    calibrated, drawn = learn(record.in_order, NUM_STAGES, sizes)
     print("| Mbit/s | delay, ms | at once | prompt | ms per token | first token, ms | bubble, % |")
     print("|---|---|---|---|---|---|---|")
     errors: list[Errors] = []
@@ -146,7 +185,6 @@ async def be_head(told: dict[str, Any]) -> int:
         labels = [f"{link.bytes_per_s * 8 / 1e6:g}", f"{1e3 * link.latency_s:.1f}"]
         print(row(labels, measured, predicted))
     print(f"\nmean absolute errors over {len(errors)} points: {mean_errors(errors)}", flush=True)
-    return 0
 
 
 def draw_links(options: argparse.Namespace) -> dict[Point, Link]:

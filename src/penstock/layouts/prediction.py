@@ -8,6 +8,7 @@ is that of one more request which comes meanwhile.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import NamedTuple
 from penstock.config.engine import PLANS_ON_WIRES, CacheConfig, SchedulerConfig
 from penstock.layouts.devices import Link
 from penstock.layouts.model_sizes import ModelSizes
-from penstock.layouts.recurrence import SETTLE, SteadyState, pass_plans, steady_state
+from penstock.layouts.recurrence import SETTLE, Passage, SteadyState, pass_plans, steady_state, varied
 from penstock.layouts.stage_times import StageTimes, learnt_cost
 from penstock.pipeline.links.frame import NUM_CARRIED
 from penstock.planner.mix import Mix
@@ -28,6 +29,7 @@ NO_STEP = StepShape(0, 0, 0)
 
 _TOKEN_BYTES = 64  # of the message that brings samples back from the last stage
 _FEW = 16  # every number of micro-batches up to this one is tried; beyond it, every fourth
+_DRAWS = 32  # of the times of a prompt's steps, for each moment at which it comes, where like steps differ
 _MOMENTS = 8  # at which a prompt comes between two plans
 _MIN_GAIN = 0.05  # the share by which another number of micro-batches must shorten the cycle to be taken
 
@@ -260,6 +262,25 @@ class _Pipe:
         seconds = {key: own.seconds(shape) for key, own in known.items()}
         return [seconds[id(stage)] for stage in times]
 
+    def _mixed_s(self, chunk: tuple[int, int], beside: StepShape, *, alone: bool) -> list[float]:
+        """Return the seconds that each stage takes for a plan with a chunk of a typical prompt, and decodes.
+
+        What the decodes attend to takes as long as in a plan of decodes alone.
+
+        Args:
+            chunk: position and length.
+            beside: the decodes.
+        """
+        start, count = chunk
+        samples = beside.samples + (start + count == self.load.mix.prompt)
+        shape = StepShape(count + beside.tokens, attended_by(start, count), samples)
+        seconds = self._stage_s(shape, alone=alone)
+        if not beside.tokens:
+            return seconds
+        decodes = self._stage_s(beside, alone=alone)
+        plain = self._stage_s(beside._replace(attended=0), alone=alone)
+        return [own + whole - rest for own, whole, rest in zip(seconds, decodes, plain, strict=True)]
+
     def _cycle_s(self, running: int, micro_batches: int) -> float:
         """Return the cycle by which the scheduler chooses: it knows learnt costs alone, where there are any.
 
@@ -308,12 +329,13 @@ class _Pipe:
     def prefill_s(self, num_decoding: int) -> float:
         """Return the mean seconds from the arrival of a prompt to its first token, while others decode.
 
-        The prompt comes at any moment between two plans of decodes, and waits for plans issued ahead. The
-        more plans differ, the more requests come while a long one runs. Its chunks pass the pipe one after
-        the other. While it runs, the decodes are split into at least as many plans as there are stages, and
-        each chunk shares a plan with one part. Where they were in fewer plans before, all decodes are under
-        way when it comes, and its first chunk goes alone. The time for which the sampled token is on its way
-        back counts too, and so do `Turns.request_s` and `Turns.others_s`.
+        The prompt comes at any moment between two plans of decodes, and waits for plans issued ahead, which
+        wait for their tokens. The more plans differ, the more requests come while a long one runs. Its chunks
+        pass the pipe one after the other. While it runs, the decodes are split into at least as many plans as
+        there are stages, and each chunk shares a plan with one part. Where they were in fewer plans before
+        than fill the pipe, all decodes are under way when it comes, and its first chunk goes alone. The time
+        for which the sampled token is on its way back counts too, and so do `Turns.request_s` and
+        `Turns.others_s`.
         """
         stages, turns = len(self.times), self.load.turns
         busy_s, wait_s = [[0.0] * stages], 0.0
@@ -321,32 +343,31 @@ class _Pipe:
         if num_decoding:
             number = self.num_micro_batches(num_decoding)
             decodes = self.micro_batch(num_decoding, min(num_decoding, max(number, stages)))
-            first = NO_STEP if number < stages else decodes
+            first = NO_STEP if number < self._filling(num_decoding, number) else decodes
             busy_s, wait_s = self._met(num_decoding, number)
         chunks = self._chunks(decodes, first)
         besides = [first, *[decodes] * (len(chunks) - 1)]
-        shapes = [
-            StepShape(
-                count + beside.tokens,
-                attended_by(start, count) + beside.attended,
-                beside.samples + (start + count == self.load.mix.prompt),
-            )
-            for (start, count), beside in zip(chunks, besides, strict=True)
+        is_alone = not num_decoding and 1 in (len(chunks), stages)
+        stage_s = [
+            self._mixed_s(chunk, beside, alone=is_alone)
+            for chunk, beside in zip(chunks, besides, strict=True)
         ]
-        is_alone = not num_decoding and 1 in (len(shapes), stages)
-        stage_s = [self._stage_s(shape, alone=is_alone) for shape in shapes]
-        hops_s = [self._hops_s(shape.tokens) for shape in shapes]
+        hops_s = [
+            self._hops_s(count + beside.tokens) for (_, count), beside in zip(chunks, besides, strict=True)
+        ]
         ahead_s = self._ahead_s
+        spread = self.load.spread if stages > 1 else 0.0  # a single stage waits for no other
+        drawn_s = varied(lambda plan, stage: stage_s[plan][stage], spread)
         passages = [
             pass_plans(
-                len(shapes),
-                lambda plan, stage: stage_s[plan][stage],
+                len(chunks),
+                drawn_s,
                 lambda plan, stage: hops_s[plan][stage],
                 stages,
                 free_s=free_s,
                 ahead_s=ahead_s,
             )
-            for free_s in busy_s
+            for free_s in busy_s * (_DRAWS if spread else 1)
         ]
         ends_s = statistics.fmean(passage.ends[-1] for passage in passages)
         return wait_s + ends_s + self._way_back_s + turns.request_s + turns.others_s * num_decoding
@@ -356,30 +377,46 @@ class _Pipe:
 
         Returns:
             For each of some moments, evenly from the start of one plan to that of the next: for each stage,
-            the seconds until it has done all plans that are under way. And the seconds that the prompt waits
-            besides: for plans issued ahead, and since long plans are met more often than short ones.
+            the seconds until it has done all plans that are under way, and those issued ahead. And the
+            seconds that the prompt waits besides, since long plans are met more often than short ones.
         """
         stages = len(self.times)
         shape, is_alone = self.micro_batch(num_decoding, micro_batches), micro_batches == 1
         stage_s, hops_s = self._stage_s(shape, alone=is_alone), self._hops_s(shape.tokens)
         return_s = self._return_s(shape.tokens, alone=is_alone)
-        passage = pass_plans(
-            SETTLE * micro_batches,
-            lambda _, stage: stage_s[stage],
-            lambda _, stage: hops_s[stage],
-            stages,
-            period=micro_batches,
-            return_s=return_s,
-            ahead_s=self._ahead_s,
-        )
-        started_s = passage.left[0] - stage_s[0]
-        gap_s = max(passage.left[0], passage.ends[-micro_batches] + return_s) - started_s
+        # The scheduler issues one plan more than there are micro-batches, unless these fill the pipe.
+        waiting = self.load.plans_ahead + (micro_batches < self._filling(num_decoding, micro_batches))
+
+        def after(num_plans: int) -> Passage:
+            return pass_plans(
+                num_plans,
+                lambda _, stage: stage_s[stage],
+                lambda _, stage: hops_s[stage],
+                stages,
+                period=micro_batches,
+                return_s=return_s,
+                ahead_s=self._ahead_s,
+            )
+
+        started_s = after(SETTLE * micro_batches).left[0] - stage_s[0]
+        gap_s = after(SETTLE * micro_batches + 1).left[0] - stage_s[0] - started_s
+        left = after(SETTLE * micro_batches + waiting).left
         moments = [started_s + gap_s * (index + 0.5) / _MOMENTS for index in range(_MOMENTS)]
         slowest_s = max(stage_s)
         # Of a random interval that is met, half is left on average, and spread^2 / 2 more (Cox, 1962).
         uneven_s = 0.5 * self.load.spread**2 * slowest_s * min(1.0, slowest_s / gap_s)
-        met = [[max(0.0, left_s - moment) for left_s in passage.left] for moment in moments]
-        return met, uneven_s + slowest_s * self.load.plans_ahead
+        met = [[max(0.0, left_s - moment) for left_s in left] for moment in moments]
+        return met, uneven_s
+
+    def _filling(self, num_decoding: int, micro_batches: int) -> int:
+        """Return how many plans of decodes fill the pipe, by `engine.core.plan_depth`."""
+        stages = len(self.times)
+        if not self._has_wire:
+            return stages
+        shape = self.micro_batch(num_decoding, micro_batches)
+        seconds = self._stage_s(shape, alone=False)
+        trip_s = sum(seconds) + sum(self._hops_s(shape.tokens)) + self._way_back_s
+        return min(max(stages, math.ceil(trip_s / max(seconds))), stages + PLANS_ON_WIRES)
 
     def _chunks(self, decodes: StepShape, first: StepShape = NO_STEP) -> list[tuple[int, int]]:
         """Return position and length of each chunk of a typical prompt, as the scheduler cuts it.

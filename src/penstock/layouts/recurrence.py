@@ -121,7 +121,7 @@ def steady_state(
     measured = max(_MEASURED, _DRAWN // (number * num_stages)) if spread else _MEASURED
     passage = pass_plans(
         (SETTLE + measured) * number,
-        _varied(lambda plan, stage: stage_s[plan % number][stage], spread),
+        varied(lambda plan, stage: stage_s[plan % number][stage], spread),
         lambda plan, stage: hop_s[plan % number][stage],
         num_stages,
         period=number,
@@ -139,8 +139,12 @@ def log_normal(spread: float) -> tuple[float, float]:
     return -sigma * sigma / 2, sigma
 
 
-def _varied(stage_s: Callable[[int, int], float], spread: float) -> Callable[[int, int], float]:
-    """Return a function that draws times around those of `stage_s`, the same ones in each run."""
+def varied(stage_s: Callable[[int, int], float], spread: float) -> Callable[[int, int], float]:
+    """Return a function that draws times around those of `stage_s`, the same ones in each run.
+
+    Args:
+        spread: the standard deviation of the times, as a share of each; 0: `stage_s` is returned.
+    """
     if not spread:
         return stage_s
     source, (mu, sigma) = random.Random(0), log_normal(spread)

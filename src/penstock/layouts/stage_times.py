@@ -13,6 +13,7 @@ simulations ask a `StageTimes`. The costs that the core learns (`scheduler.cost_
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -155,34 +156,51 @@ class MeasuredTimes:
 class ObservedTimes:
     """The times of a stage whose steps were observed.
 
-    For decodes the observed times themselves are kept: between two numbers of rows, a straight line through
-    them is nearer to the truth than the roofline of the learnt cost. That cost says how much more or less a
-    step takes whose rows are more, or fewer, than any that were observed.
+    The observed times themselves are kept: between two numbers of tokens, a straight line through them is
+    nearer to the truth than the roofline of the learnt cost. That cost says how much more or less a step
+    takes that has more tokens, or fewer, than any that was observed.
 
     Attributes:
-        cost: what the scheduler's cost model has learnt, for steps that are not all decodes.
+        cost: what the scheduler's cost model has learnt, for all that was not observed.
         per_attended: seconds for each position that a decode attends to.
         decodes: by rising number of rows, this number and the seconds of a step of so many decodes, without
             the seconds of `per_attended`.
+        per_chunk_attended: seconds for each position that a token of a prompt attends to.
+        chunks: by rising number of tokens, this number and the seconds of a step of so many tokens with a
+            chunk of a prompt, without those of the output head and of attention.
     """
 
     cost: StageCost
     per_attended: float
     decodes: tuple[tuple[int, float], ...]
+    per_chunk_attended: float = 0.0
+    chunks: tuple[tuple[int, float], ...] = ()
 
     def seconds(self, shape: StepShape) -> float:
-        if shape.samples < shape.tokens or not self.decodes:
+        is_decodes = shape.samples >= shape.tokens
+        times = self.decodes if is_decodes else self.chunks
+        if not times:
             return self.cost.seconds(shape)
-        return self._decode_s(shape.tokens) + self.per_attended * shape.attended
+        if is_decodes:
+            return self._observed_s(times, shape.tokens, all_sample=True) + self.per_attended * shape.attended
+        seconds = self._observed_s(times, shape.tokens, all_sample=False)
+        return seconds + self._head_s(shape.samples) + self.per_chunk_attended * shape.attended
 
-    def _decode_s(self, num_rows: int) -> float:
-        """Return the seconds of a step of so many decodes, without those of attention."""
-        rows = min(max(num_rows, self.decodes[0][0]), self.decodes[-1][0])
-        seconds = interpolate(self.decodes, rows)
-        if rows == num_rows:
+    def _head_s(self, num_samples: int) -> float:
+        return self.cost.seconds(StepShape(1, 0, num_samples)) - self.cost.seconds(StepShape(1, 0, 0))
+
+    def _observed_s(self, times: Sequence[tuple[int, float]], num_tokens: int, *, all_sample: bool) -> float:
+        """Return the seconds of a step of so many tokens by these times, without those of attention.
+
+        Args:
+            all_sample: each token is sampled after, else none is.
+        """
+        tokens = min(max(num_tokens, times[0][0]), times[-1][0])
+        seconds = interpolate(times, tokens)
+        if tokens == num_tokens:
             return seconds
-        beyond = self.cost.seconds(StepShape(num_rows, 0, num_rows))
-        return max(0.0, seconds + beyond - self.cost.seconds(StepShape(rows, 0, rows)))
+        beyond = self.cost.seconds(StepShape(num_tokens, 0, num_tokens * all_sample))
+        return max(0.0, seconds + beyond - self.cost.seconds(StepShape(tokens, 0, tokens * all_sample)))
 
 
 def learnt_cost(times: StageTimes) -> StageCost | None:

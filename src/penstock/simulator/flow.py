@@ -1,9 +1,11 @@
 """Computes when simulated stages work on a plan, by one scan over the stages for each plan.
 
-    start at stage s  =  max(end at stage s - 1 + wire,  end of the plan before at stage s)
+    start at stage s  =  max(end at stage s - 1 + wire,  end of the plan before at stage s + ahead)
 
-In the algebra of maximum and plus this is a product: if `c` is the time that the plan takes to each stage
-when nothing waits, the starts are `c + running maximum of (free - c)`. So a plan through a thousand stages
+What a stage does for a plan before it needs hidden states ("ahead", as in `layouts.recurrence`) it does as
+soon as it is free and has the plan. In the algebra of maximum and plus this is a product: if `c` is the time
+that the plan takes to each stage when nothing waits, the starts are
+`c + running maximum of (free + ahead - c)`. So a plan through a thousand stages
 costs a handful of array operations. The plan passes *places* one after the other: the stages, and between
 them the wires, if hidden states occupy these for some time.
 
@@ -23,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.layouts.recurrence import log_normal
-from penstock.layouts.stage_times import StageTimes
+from penstock.layouts.stage_times import StageTimes, learnt_cost
 from penstock.scheduler.cost_model import StageCost, StepShape
 from penstock.simulator.pipe import NO_WIRE, SimulatedPipe, Wire
 from penstock.trace.phases import Phase
@@ -40,7 +42,8 @@ class Trip(NamedTuple):
     Attributes:
         num_tokens: tokens of the plan.
         free: when the plan before had left each place.
-        starts: when this plan begins at each place.
+        starts: when this plan begins at each place. Where a stage waits for hidden states between what it
+            does ahead and the rest, the wait is taken to come before both.
         works: seconds for which it is at each place.
         comes_at: when the stages have the plan.
         samples_at: when the first stage has the samples that the plan consumes.
@@ -136,17 +139,19 @@ class PlanFlow:
         Returns:
             When the last stage has computed the plan.
         """
-        works = (self._alone if alone else self._shared).seconds(shape)
+        times = self._alone if alone else self._shared
+        works = times.seconds(shape)
         works = self._chance.vary(works, self._stage_places)
         comes_at = now + self._plan_s
         ready = np.maximum(self._free, comes_at)
         if samples_at > ready[0]:
             ready[0] = samples_at
-        ahead = np.empty_like(works)
-        ahead[0] = 0.0
-        np.cumsum(works[:-1] + self._waits()[1:], out=ahead[1:])
-        starts = np.maximum.accumulate(ready - ahead)
-        starts += ahead
+        ahead = np.minimum(times.ahead, works)
+        since_first = np.empty_like(works)
+        since_first[0] = 0.0
+        np.cumsum(works[:-1] - ahead[:-1] + self._waits()[1:], out=since_first[1:])
+        starts = np.maximum.accumulate(ready + ahead - since_first)
+        starts += since_first - ahead
         ends = starts + works
         ends_at = float(ends[-1])
         trip = Trip(step, shape.tokens, self._free, starts, works, comes_at, samples_at, cause, ends_at)
@@ -337,6 +342,7 @@ class _PlaceTimes:
 
     Attributes:
         overhead: [places] seconds of overhead that each step has.
+        ahead: [places] those of them that need no hidden states: all but the first stage's, which gets none.
     """
 
     def __init__(self, times: Sequence[StageTimes]) -> None:
@@ -345,8 +351,11 @@ class _PlaceTimes:
         self._numbers = np.array([numbers[own] for own in times])
         costs = [own for own in self._own if isinstance(own, StageCost)]
         self._costs = _columns(costs) if len(costs) == len(self._own) >= _FEW else None
-        overheads = np.array([getattr(own, "overhead", 0.0) for own in self._own])
+        learnt = map(learnt_cost, self._own)
+        overheads = np.array([0.0 if cost is None else cost.overhead for cost in learnt])
         self.overhead: Floats = overheads[self._numbers]
+        self.ahead = self.overhead.copy()
+        self.ahead[0] = 0.0
 
     def seconds(self, shape: StepShape) -> Floats:
         """Return the seconds that a plan takes at each place; one without tokens takes only the overhead."""

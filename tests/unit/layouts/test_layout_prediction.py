@@ -74,9 +74,9 @@ def test_a_wire_between_hosts_holds_plans_and_the_first_token_comes_back_over_it
 
 def test_a_prompt_that_comes_while_all_decodes_are_in_one_plan_begins_alone() -> None:
     predicted = of([QUICK] * 2, replace(LOAD, concurrency=2))
-    # The first stage is busy for half of the time. Of eight chunks of 8 tokens, all but the first share.
+    # The next decode waits at the first stage for its token. Of eight chunks of 8, all but the first share.
     assert predicted.prefill_s == pytest.approx((8 + 1) * 8 * ROW_S)
-    assert predicted.ttft_s == pytest.approx((0.5 / 2 + 8 + 8 * (8 + 1)) * ROW_S)
+    assert predicted.ttft_s == pytest.approx((2 / 2 + 1 + 8 + 8 * (8 + 1)) * ROW_S)
 
 
 def test_turns_between_steps_lengthen_them_and_are_bubbles() -> None:
@@ -99,6 +99,40 @@ def test_the_first_token_waits_for_plans_that_are_ahead() -> None:
     uneven = of([COST], replace(load, spread=0.5))
     assert uneven.ttft_s - plain.ttft_s == pytest.approx(READ_S * 0.25 / 2)
     assert uneven.time_per_token_s == pytest.approx(plain.time_per_token_s, rel=0.02)
+
+
+def test_over_a_long_wire_a_prompt_waits_for_the_decodes_that_wait_for_their_tokens() -> None:
+    wire = Link(kind="network", bytes_per_s=1e18, latency_s=0.05)
+    load = replace(LOAD, concurrency=2)
+    plain, ahead = (of([QUICK] * 2, replace(load, plans_ahead=count), wire) for count in (0, 1))
+    assert plain.micro_batches == 1
+    assert ahead.ttft_s - plain.ttft_s == pytest.approx(0.1 + 2 * ROW_S)  # a cycle of one decode
+    # Half a cycle, the decode that waits, and chunks of 8 tokens of which the last seven share a plan.
+    assert plain.ttft_s == pytest.approx(0.102 / 2 + (1 + 8 + 7 * 9 + 9) * ROW_S + 0.1)
+
+
+def test_the_times_of_a_prompt_spread_as_those_of_other_steps_do() -> None:
+    even, uneven = (of([QUICK] * 2, replace(LOAD, spread=spread)) for spread in (0.0, 0.4))
+    assert 1.05 < uneven.prefill_s / even.prefill_s < 1.25  # stages wait for the longer of two chunks
+    alone, spread = (of([QUICK], replace(LOAD, spread=spread)) for spread in (0.0, 0.4))
+    assert spread.prefill_s == pytest.approx(alone.prefill_s)
+
+
+def test_what_decodes_beside_a_chunk_attend_to_takes_as_long_as_in_decodes() -> None:
+    times = ObservedTimes(
+        cost=COST,
+        per_attended=1e-5,
+        decodes=((1, 0.010), (4, 0.013)),
+        per_chunk_attended=1e-7,
+        chunks=((16, 0.020), (64, 0.050)),
+    )
+    assert times.seconds(StepShape(40, 1000, 1)) == pytest.approx(0.035 + 1e-4)
+    load = replace(LOAD, concurrency=2)
+    beside = of([times], load).ttft_s
+    fewer = of([replace(times, per_attended=0.0)], load).ttft_s
+    decode_s = 1e-5 * LOAD.context
+    # The prompt comes in the middle of a decode, and one decode is beside its chunk.
+    assert beside - fewer == pytest.approx(1.5 * decode_s, rel=0.01)
 
 
 def test_observed_decodes_are_interpolated_and_prompts_go_by_the_cost() -> None:

@@ -43,6 +43,19 @@ def test_one_request_leaves_all_stages_but_one_idle(num_stages: int) -> None:
     assert bubble_of(run) == pytest.approx((num_stages - 1) / num_stages, abs=POINTS)
 
 
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_a_stage_does_its_overhead_while_the_stage_before_computes(num_stages: int) -> None:
+    costs = [StageCost(read=STEP_S, per_token=0.0, overhead=STEP_S / 2)] * num_stages
+    run = run_of(pipe_of(num_stages, stages=costs), load_of(1, output_len=50))
+    (account,) = run.accounts
+    between_s = (account.ended_s - account.first_token_s) / 49
+    assert between_s == pytest.approx(STEP_S / 2 + num_stages * STEP_S)
+    numbers = as_json(run)
+    assert numbers["bubble"] == pytest.approx(1 - 1.5 / (0.5 + num_stages), abs=POINTS)
+    for stage in numbers["replicas"][0]["stages"]:
+        assert stage["busy"] + stage["overhead"] + stage["bubble"] == pytest.approx(1.0, abs=1e-6)
+
+
 @pytest.mark.parametrize(("num_stages", "count"), [(2, 1), (2, 8), (4, 4), (4, 16), (8, 3)])
 def test_micro_batches_that_pass_once_leave_the_bubble_of_gpipe(num_stages: int, count: int) -> None:
     """Each prompt fills a chunk, so that each is a plan of its own."""
