@@ -52,7 +52,7 @@ def test_the_bubble_of_a_window_is_what_no_stage_computes() -> None:
     assert sample.shape == StepShape(3, 300, 3)
     assert (sample.forward_s, sample.sample_s) == (pytest.approx(0.004), pytest.approx(0.002))
     (first,) = loads._chunks(spans[:1], [(0, 10 * MS, 0.0)], loads.Point(1, 3), 1)
-    assert first.shape == StepShape(3, 6, 1)
+    assert (first.step.shape, first.beside) == (StepShape(3, 6, 1), 0)
     assert not loads._chunks(spans[:1], [(0, 10 * MS, 100.0)], loads.Point(3, 3), 3)
 
 
@@ -66,7 +66,7 @@ def measured_at(point: Any, time_per_token_s: float) -> Any:
         context=50,
         spread=0.0,
         samples=[[step]],
-        chunks=[[step]],
+        chunks=[[loads.ChunkSample(step, 0)]],
     )
 
 
@@ -130,7 +130,7 @@ def test_d7_what_was_learnt_predicts_what_was_measured() -> None:
             context=context,
             spread=0.0,
             samples=[[step(rows, context, rows)] * 5],
-            chunks=[[step(prompt, prompt // 2, 1)] if concurrency == 1 else []],
+            chunks=[[loads.ChunkSample(step(prompt, prompt // 2, 1), 0)] if concurrency == 1 else []],
         )
 
     sizes = read_sizes(ModelConfig(model="demo"))
@@ -140,3 +140,23 @@ def test_d7_what_was_learnt_predicts_what_was_measured() -> None:
     predicted = known.predict(other.point, other.context, sizes)
     assert predicted.time_per_token_s == pytest.approx(other.time_per_token_s, rel=0.03)
     assert predicted.bubble == pytest.approx(other.bubble, abs=0.02)
+
+
+def test_chunks_are_observed_without_the_attention_of_decodes_beside_them() -> None:
+    """A decode that is nearly all attention tells nothing of the rest."""
+    per_attended = 1e-6
+
+    def decode(rows: int, context: int, plain_s: float) -> StepSample:
+        attended = rows * context
+        return StepSample(StepShape(rows, attended, rows), plain_s + per_attended * attended, 0.0, 0.0)
+
+    def chunk(tokens: int, beside: int) -> Any:
+        seconds = 5e-5 * tokens + per_attended * beside
+        return loads.ChunkSample(StepSample(StepShape(tokens, 0, 0), seconds, 0.0, 0.0), beside)
+
+    points = [[decode(2, 100, 0.002)] * 5, [decode(8, 1000, 0.0)] * 5]
+    chunks = [[chunk(200, 0)] * 5 + [chunk(900, 0)], [chunk(100, 4000)] * 5]
+    times = learnt.observed(points, chunks, per_attended)
+    assert times.seconds(StepShape(200, 0, 0)) == pytest.approx(0.010)
+    assert times.seconds(StepShape(100, 0, 0)) == pytest.approx(0.005)
+    assert [tokens for tokens, _ in times.chunks] == [100, 200]  # what happened once is left out
