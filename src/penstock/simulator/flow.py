@@ -146,12 +146,14 @@ class PlanFlow:
         ready = np.maximum(self._free, comes_at)
         if samples_at > ready[0]:
             ready[0] = samples_at
-        ahead = np.minimum(times.ahead, works)
+        after = works if times.ahead is None else works - np.minimum(times.ahead, works)
         since_first = np.empty_like(works)
         since_first[0] = 0.0
-        np.cumsum(works[:-1] - ahead[:-1] + self._waits()[1:], out=since_first[1:])
-        starts = np.maximum.accumulate(ready + ahead - since_first)
-        starts += since_first - ahead
+        np.cumsum(after[:-1] + self._waits()[1:], out=since_first[1:])
+        if times.ahead is not None:
+            since_first -= works - after
+        starts = np.maximum.accumulate(ready - since_first)
+        starts += since_first
         ends = starts + works
         ends_at = float(ends[-1])
         trip = Trip(step, shape.tokens, self._free, starts, works, comes_at, samples_at, cause, ends_at)
@@ -343,6 +345,7 @@ class _PlaceTimes:
     Attributes:
         overhead: [places] seconds of overhead that each step has.
         ahead: [places] those of them that need no hidden states: all but the first stage's, which gets none.
+            None: there are none.
     """
 
     def __init__(self, times: Sequence[StageTimes]) -> None:
@@ -354,8 +357,9 @@ class _PlaceTimes:
         learnt = map(learnt_cost, self._own)
         overheads = np.array([0.0 if cost is None else cost.overhead for cost in learnt])
         self.overhead: Floats = overheads[self._numbers]
-        self.ahead = self.overhead.copy()
-        self.ahead[0] = 0.0
+        ahead = self.overhead.copy()
+        ahead[0] = 0.0
+        self.ahead: Floats | None = ahead if ahead.any() else None
 
     def seconds(self, shape: StepShape) -> Floats:
         """Return the seconds that a plan takes at each place; one without tokens takes only the overhead."""
