@@ -343,8 +343,10 @@ class _Pipe:
         if num_decoding:
             number = self.num_micro_batches(num_decoding)
             decodes = self.micro_batch(num_decoding, min(num_decoding, max(number, stages)))
-            first = NO_STEP if number < self._filling(num_decoding, number) else decodes
-            busy_s, wait_s = self._met(num_decoding, number)
+            is_full = number >= self._filling(num_decoding, number)
+            first = decodes if is_full else NO_STEP
+            # The scheduler issues one plan more than there are micro-batches, unless these fill the pipe.
+            busy_s, wait_s = self._met(num_decoding, number, waiting=self.load.plans_ahead + (not is_full))
         chunks = self._chunks(decodes, first)
         besides = [first, *[decodes] * (len(chunks) - 1)]
         is_alone = not num_decoding and 1 in (len(chunks), stages)
@@ -372,8 +374,11 @@ class _Pipe:
         ends_s = statistics.fmean(passage.ends[-1] for passage in passages)
         return wait_s + ends_s + self._way_back_s + turns.request_s + turns.others_s * num_decoding
 
-    def _met(self, num_decoding: int, micro_batches: int) -> tuple[list[list[float]], float]:
+    def _met(self, num_decoding: int, micro_batches: int, *, waiting: int) -> tuple[list[list[float]], float]:
         """Return what a prompt meets that comes while others decode, in so many plans that go round.
+
+        Args:
+            waiting: plans that are issued, and wait at the first stage for their tokens.
 
         Returns:
             For each of some moments, evenly from the start of one plan to that of the next: for each stage,
@@ -384,8 +389,6 @@ class _Pipe:
         shape, is_alone = self.micro_batch(num_decoding, micro_batches), micro_batches == 1
         stage_s, hops_s = self._stage_s(shape, alone=is_alone), self._hops_s(shape.tokens)
         return_s = self._return_s(shape.tokens, alone=is_alone)
-        # The scheduler issues one plan more than there are micro-batches, unless these fill the pipe.
-        waiting = self.load.plans_ahead + (micro_batches < self._filling(num_decoding, micro_batches))
 
         def after(num_plans: int) -> Passage:
             return pass_plans(
@@ -398,9 +401,10 @@ class _Pipe:
                 ahead_s=self._ahead_s,
             )
 
-        started_s = after(SETTLE * micro_batches).left[0] - stage_s[0]
-        gap_s = after(SETTLE * micro_batches + 1).left[0] - stage_s[0] - started_s
-        left = after(SETTLE * micro_batches + waiting).left
+        passage = after(SETTLE * micro_batches)
+        started_s = passage.left[0] - stage_s[0]
+        gap_s = max(passage.left[0], passage.ends[-micro_batches] + return_s) - started_s
+        left = after(SETTLE * micro_batches + waiting).left if waiting else passage.left
         moments = [started_s + gap_s * (index + 0.5) / _MOMENTS for index in range(_MOMENTS)]
         slowest_s = max(stage_s)
         # Of a random interval that is met, half is left on average, and spread^2 / 2 more (Cox, 1962).
