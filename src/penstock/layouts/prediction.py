@@ -23,7 +23,7 @@ from penstock.pipeline.links.frame import NUM_CARRIED
 from penstock.planner.mix import Mix
 from penstock.scheduler.chunking import TokenBudget
 from penstock.scheduler.cost_model import StageCost, StepShape, attended_by
-from penstock.scheduler.pacing import FixedDepth, Pacing, PlainPacing, cycle_seconds
+from penstock.scheduler.pacing import FixedDepth, Pacing, PlainPacing, WireTime, cycle_seconds
 
 NO_STEP = StepShape(0, 0, 0)
 
@@ -345,8 +345,11 @@ class _Pipe:
             decodes = self.micro_batch(num_decoding, min(num_decoding, max(number, stages)))
             is_full = number >= self._filling(num_decoding, number)
             first = decodes if is_full else NO_STEP
-            # The scheduler issues one plan more than there are micro-batches, unless these fill the pipe.
-            busy_s, wait_s = self._met(num_decoding, number, waiting=self.load.plans_ahead + (not is_full))
+            # Unless the micro-batches fill the pipe, the scheduler issues one plan more, but over long wires
+            # none (`Scheduler.num_useful`).
+            may_wait = is_full or not WireTime(sum(link.latency_s for link in self.links)).is_long
+            waiting = self.load.plans_ahead + (not is_full) if may_wait else 0
+            busy_s, wait_s = self._met(num_decoding, number, waiting=waiting)
         chunks = self._chunks(decodes, first)
         besides = [first, *[decodes] * (len(chunks) - 1)]
         is_alone = not num_decoding and 1 in (len(chunks), stages)

@@ -39,6 +39,7 @@ _MIN_GAIN = 0.05  # the part of the cycle that another number of micro-batches m
 _LATE_CHUNK = 4  # a chunk late in the context has at least a quarter of the first one's tokens
 _SLACK = 0.03  # the part of a prompt's least time that it may take longer for the sake of larger chunks
 _NEGLIGIBLE_S = 1e-9
+_LONG_WIRE_S = 0.01  # the core's 0.3 ms from a result to the next plan are next to nothing of such a round
 
 
 class WireTime(NamedTuple):
@@ -53,6 +54,11 @@ class WireTime(NamedTuple):
     latency: float = 0.0
     per_token: float = 0.0
     num_links: int = 0
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a round takes so long that next to nothing is gained by a plan that waits for its token."""
+        return self.latency >= _LONG_WIRE_S
 
     def of_links(self, num_tokens: int) -> list[float]:
         """Return the seconds for which a plan of `num_tokens` tokens occupies each link, one entry a link."""

@@ -17,8 +17,7 @@ Called by `scheduler.scheduler`, which issues the plan and settles its result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Collection, Sequence
 
 from penstock.batch import NewRow, OrderResult, StoreUse
 from penstock.kvcache.allocator import BlockAllocator
@@ -34,9 +33,6 @@ from penstock.scheduler.prefix_reuse import PrefixReuse
 from penstock.scheduler.queues import RequestPhase, RequestQueues, RequestState
 from penstock.scheduler.rows import RowPool
 from penstock.scheduler.start_order import StartOrder
-
-_by_last_sample = attrgetter("last_sampled_step")
-_by_scheduled = attrgetter("num_scheduled")
 
 
 class Placement:
@@ -107,7 +103,7 @@ class Placement:
         prefill_tokens = self._count_prefill_tokens()
         self.has_prompts = prefill_tokens > 0
         decoding = self._queues.decoding()
-        self.num_micro_batches = self._choose_micro_batches(decoding, prefill_tokens)
+        self.num_micro_batches = self._choose_micro_batches(len(decoding), prefill_tokens)
         self._place_decodes(plan, decoding, prefill_tokens, returned_step)
         if prefill_tokens:
             budget = self._prompt_budget(plan, bool(decoding), prefill_tokens + prefill_in_flight)
@@ -137,12 +133,17 @@ class Placement:
         check_consistency(self._queues, self._rows, self._allocator, pending)
         self._grammars.check_invariants(self._queues.running)
 
+    @property
+    def may_prefill(self) -> bool:
+        """Whether a plan made now might run prompts; one may have come since the last plan."""
+        return self._count_prefill_tokens() > 0
+
     def _count_prefill_tokens(self) -> int:
-        """Return how many prompt tokens could run now; if a row is free, those of the line count too."""
+        """Return how many prompt tokens could run now; if a row is free, those of the line count, too."""
         running = sum(request.num_runnable for request in self._queues.prefilling())
         return running + (self._queues.backlog_tokens if self._rows.num_free else 0)
 
-    def _choose_micro_batches(self, decoding: list[RequestState], prefill_tokens: int) -> int:
+    def _choose_micro_batches(self, num_decoding: int, prefill_tokens: int) -> int:
         """Return the configured number of micro-batches, or else the best by time.
 
         The best by time is at least the number of stages while prompts run.
@@ -152,8 +153,7 @@ class Placement:
             return min(self._micro_batches, largest)
         if largest == 1 or (prefill_tokens and largest == num_stages):
             return num_stages
-        attended = sum(map(_by_scheduled, decoding)) + len(decoding)
-        chosen = self._pacing.num_micro_batches(len(decoding), attended)
+        chosen = self._pacing.num_micro_batches(num_decoding, self._queues.attended)
         return max(chosen, num_stages) if prefill_tokens else chosen
 
     @property
@@ -169,33 +169,32 @@ class Placement:
         return max(self.num_micro_batches, fills) if has_more else self.num_micro_batches
 
     def _place_decodes(
-        self, plan: PlanBuilder, decoding: list[RequestState], prefill_tokens: int, returned_step: int
+        self, plan: PlanBuilder, decoding: Collection[RequestState], prefill_tokens: int, returned_step: int
     ) -> None:
         """Place this plan's share of the decoding requests: longest unsampled first, then oldest first."""
         newest = max(returned_step, plan.step_id - self.lag)
-        ready = [
-            request
-            for request in decoding
-            if request.last_sampled_step <= newest  # `newest` is at least `returned_step`
-            and (request.last_sampled_step <= returned_step or not self._must_wait(request))
-            and not (request.awaits_drafts and not self.has_prompts)
-        ]
-        ready.sort(key=_by_last_sample)
         quota = self._budget.decode_quota(len(decoding), prefill_tokens, self.num_micro_batches)
-        for request in ready:
-            if len(plan.rows) == quota:
+        for request in decoding:
+            if len(plan.rows) == quota or request.last_sampled_step > newest:
                 break
+            if self._must_wait(request, request.last_sampled_step <= returned_step):
+                continue
             if request.phase is RequestPhase.RUNNING:  # not preempted by one placed just before
                 blocks = self._grow_by_one(request, plan.step_id)
                 if blocks is not None:
                     plan.add_decode(request, blocks)
+        self._queues.decoded(plan.requests)
 
-    def _must_wait(self, request: RequestState) -> bool:
-        """Return whether a request may go on only when its result is back.
+    def _must_wait(self, request: RequestState, has_returned: bool) -> bool:
+        """Return whether a request may not go on yet; `has_returned`: its newest result is settled.
 
-        It waits if its next tokens are worth guessing, or if a window ahead of it may turn out void.
+        It waits for its result if its next tokens are worth guessing, or if a window ahead of it may turn out
+        void; and it waits for a drafter that guesses them. While prompts run, it waits for no guesses.
         """
-        return request.num_windows_ahead > 0 or (request.awaits_result and not self.has_prompts)
+        if not has_returned and request.num_windows_ahead > 0:
+            return True
+        waits = request.awaits_drafts or (request.awaits_result and not has_returned)
+        return waits and not self.has_prompts
 
     def _grow_by_one(self, request: RequestState, step_id: int) -> list[int] | None:
         """Return blocks for one more token, preempting younger requests; None: skip this plan."""
@@ -220,6 +219,8 @@ class Placement:
             num_tokens = budget.take(request.num_scheduled, request.num_runnable)
             if num_tokens:
                 plan.add_chunk(request, num_tokens, [])
+                if not request.is_prefilling:
+                    self._queues.turns_changed()
                 plan.awaited += self._prefixes.awaited(request)
 
     def _admit(self, plan: PlanBuilder, budget: PromptBudget, newcomers: bool) -> None:

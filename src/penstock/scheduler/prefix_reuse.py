@@ -59,8 +59,7 @@ class PrefixReuse:
     ) -> None:
         self._allocator, self._queues, self._tier, self._ledger = allocator, queues, tier, ledger
         self.sessions = sessions
-        self._is_on = allocator.pool.cache.is_on
-        self._block_size = allocator.block_size
+        self._is_on, self._block_size = allocator.pool.cache.is_on, allocator.block_size
         self._flushes: list[CacheFlush] = []  # the newest, and those that still empty the store
         self._rank_use = NO_STORE_USE
         self.num_queried = self.num_found = 0
@@ -238,6 +237,7 @@ class PrefixReuse:
         if not request.num_unproven:  # it was preempted meanwhile
             return None
         num_there, request.num_unproven = loaded.first + loaded.num_come, 0
+        self._queues.turns_changed()
         if request.num_named != NO_MORE_NAMES:
             request.num_named = num_there
         if loaded.num_come == loaded.num_wanted:

@@ -20,8 +20,8 @@ Owned by `scheduler.scheduler`; its parts call it. It decides nothing, and holds
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
@@ -34,6 +34,7 @@ NO_ROW = -1
 NO_STEP = -1
 
 _by_arrival = attrgetter("arrival")
+_by_last_sample = attrgetter("last_sampled_step")
 
 
 class RequestPhase(Enum):
@@ -243,6 +244,35 @@ class RequestState:
         )
 
 
+@dataclass(slots=True)
+class _Turns:
+    """The running requests by what plans do with them next, kept from one plan to the next.
+
+    Attributes:
+        decoding: those that may sample another token, by arrival number; the longest unsampled come first,
+            and of those sampled in one step the oldest.
+        prefilling: those with tokens to prefill, oldest first.
+        attended: positions that the next tokens of `decoding` attend to, all together.
+    """
+
+    decoding: OrderedDict[int, RequestState]
+    prefilling: list[RequestState]
+    attended: int
+
+    @classmethod
+    def of(cls, running: Iterable[RequestState]) -> _Turns:
+        """Return the turns of the running requests, which come oldest first."""
+        decoding, prefilling = [], []
+        for request in running:
+            if request.num_scheduled < request.prefill_len:
+                prefilling.append(request)
+            elif request.num_scheduled < request.max_len - 1 and not request.num_unproven:
+                decoding.append(request)
+        decoding.sort(key=_by_last_sample)
+        attended = sum(request.num_scheduled for request in decoding) + len(decoding)
+        return cls(OrderedDict((request.arrival, request) for request in decoding), prefilling, attended)
+
+
 class RequestQueues:
     """The queues of all live requests (waiting, running, preempted), oldest first in each.
 
@@ -258,6 +288,7 @@ class RequestQueues:
         self.waiting: deque[RequestState] = deque()  # oldest first
         self.backlog_tokens = 0  # tokens that preempted and waiting requests have to prefill
         self._by_id: dict[str, RequestState] = {}
+        self._turns: _Turns | None = None  # None: to be made anew, since a request has changed its turn
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -281,22 +312,50 @@ class RequestQueues:
         """Return the preempted and then the waiting requests, in the order in which they should start."""
         return chain(self.preempted, self.waiting)
 
-    def decoding(self) -> list[RequestState]:
+    def decoding(self) -> Collection[RequestState]:
         """Return the running requests whose prompts are scheduled and that may sample another token.
 
-        They come oldest first. Left out are requests whose prefix is still being loaded from the store, and
-        requests whose tokens up to `max_len` are all planned. This runs over all running requests for every
-        plan, so it is kept short.
+        The longest unsampled come first, and of those sampled in one step the oldest. Left out are requests
+        whose prefix is still being loaded from the store, and requests whose tokens up to `max_len` are all
+        planned.
         """
-        return [
-            request
-            for request in self.running
-            if request.prefill_len <= request.num_scheduled < request.max_len - 1 and not request.num_unproven
-        ]
+        return self._kept_turns().decoding.values()
 
-    def prefilling(self) -> list[RequestState]:
+    def prefilling(self) -> Sequence[RequestState]:
         """Return the running requests that have tokens to prefill, oldest first."""
-        return [request for request in self.running if request.num_scheduled < request.prefill_len]
+        return self._kept_turns().prefilling
+
+    @property
+    def attended(self) -> int:
+        """The number of positions that the next tokens of the decoding requests attend to, all together."""
+        return self._kept_turns().attended
+
+    def decoded(self, requests: Iterable[RequestState]) -> None:
+        """Move requests of `decoding` to its end, since a plan has just got a decode of each."""
+        turns = self._turns
+        if turns is None:
+            return
+        for request in sorted(requests, key=_by_arrival):
+            if request.num_scheduled < request.max_len - 1:
+                turns.decoding.move_to_end(request.arrival)
+                turns.attended += 1
+            else:
+                del turns.decoding[request.arrival]
+                turns.attended -= request.num_scheduled
+
+    def turns_changed(self) -> None:
+        """Forget who decodes and who prefills, to look at all running requests again for the next plan.
+
+        Call it when a running request ends its prompt, goes back to an earlier token, or no longer waits for
+        blocks from the store. A decode alone changes no turn but its own (`decoded`), and most plans are
+        decodes, so that a plan does not look at all running requests.
+        """
+        self._turns = None
+
+    def _kept_turns(self) -> _Turns:
+        if self._turns is None:
+            self._turns = _Turns.of(self.running)
+        return self._turns
 
     def first_new(self) -> RequestState | None:
         """Return the oldest waiting request that has never run, in this core or another; None if all have."""
@@ -315,6 +374,7 @@ class RequestQueues:
         request.prefill_len = request.num_to_prefill
         request.num_rejected, request.is_rewound = 0, False
         insort(self.running, request, key=_by_arrival)
+        self.turns_changed()
 
     def preempt_youngest(self) -> RequestState:
         """Move the youngest running request back to the line, before all waiting ones, and return it.
@@ -322,6 +382,7 @@ class RequestQueues:
         It keeps its tokens, and has none scheduled. The caller frees its row and blocks.
         """
         request = self.running.pop()
+        self.turns_changed()
         request.phase = RequestPhase.PREEMPTED
         request.row, request.is_rewound = NO_ROW, False
         request.num_scheduled = request.prefill_len = request.num_named = request.num_unproven = 0
@@ -338,7 +399,9 @@ class RequestQueues:
     def remove(self, request: RequestState) -> None:
         """Forget a live request, wherever it is; the caller has freed its row and blocks."""
         self._queue_of(request).remove(request)
-        if request.phase is not RequestPhase.RUNNING:
+        if request.phase is RequestPhase.RUNNING:
+            self.turns_changed()
+        else:
             self.backlog_tokens -= request.backlog_tokens
         request.phase = RequestPhase.FINISHED
         request.row, request.is_rewound = NO_ROW, False
@@ -356,6 +419,10 @@ class RequestQueues:
         everybody = sorted([*self.running, *self.line()], key=_by_arrival)
         assert everybody == list(self._by_id.values()), "a live request is in no queue, or in two"
         assert self.backlog_tokens == sum(request.backlog_tokens for request in self.line())
+        if self._turns is not None:
+            turns, anew = self._turns, _Turns.of(self.running)
+            assert list(turns.decoding) == list(anew.decoding), "who decodes, or when, is out of date"
+            assert (turns.prefilling, turns.attended) == (anew.prefilling, anew.attended)
         for queue, phase in (
             (self.running, RequestPhase.RUNNING),
             (self.preempted, RequestPhase.PREEMPTED),

@@ -80,6 +80,8 @@ class ResultSettlement:
             if size > 1:
                 self._take_back(request, result.num_rejected[index])
             drafts = self._windows.follow(request, ids, size, issued.step_id)
+            if request.is_rewound:
+                self._queues.turns_changed()
             accepted = ids if index not in result.failed else ids[:-1]
             update = None
             if accepted:
@@ -98,6 +100,7 @@ class ResultSettlement:
         if request.phase is RequestPhase.RUNNING:
             request.num_scheduled -= num_rejected
             request.num_rejected += num_rejected
+            self._queues.turns_changed()
 
     def _accept(
         self,

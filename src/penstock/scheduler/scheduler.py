@@ -153,17 +153,17 @@ class Scheduler:
         """The most tokens (prompt + output) of a request: the model's limit or the KV pool's, if smaller."""
         return self._intake.max_len
 
-    @property
-    def useful_depth(self) -> int:
-        """The number of plans in flight that are worth having: normally as many as fill the pipe.
+    def num_useful(self, ahead: int) -> int:
+        """Return how many plans in flight are worth having: as many as fill the pipe, and `ahead` of them.
 
-        With more micro-batches than that it is their number. With fewer it is their number + 1, so that one
-        more plan waits at the first stage for its token; but not while prompts run, or windows of guesses
-        follow each other.
+        More micro-batches than that fill the pipe instead. With fewer, unless prompts run or windows of
+        guesses follow each other, one more plan waits at the first stage for its token; but over long wires
+        none does, since a prompt would wait behind it for a whole round.
         """
-        micro_batches, full = self._placement.num_micro_batches, self._depth.number
-        is_full = self._placement.has_prompts or micro_batches >= full or self.windows.is_streaming
-        return max(full, micro_batches) if is_full else micro_batches + 1
+        number, full = self._placement.num_micro_batches, self._depth.number
+        if number >= full or self._placement.may_prefill or self.windows.is_streaming:
+            return max(full, number) + ahead
+        return number if self._depth.wire.is_long else number + 1 + ahead
 
     @property
     def is_one_alone(self) -> bool:
@@ -189,8 +189,8 @@ class Scheduler:
         """Queue a request and its followers (further sequences of the same prompt).
 
         Args:
-            output_ids: the request's tokens from before a core was lost. It goes on behind them, even if the
-                queue is full. None: the request is new.
+            output_ids: its tokens from before a core was lost, behind which it goes on even if the queue is
+                full; None: it is new.
             num_scores: how many prompt tokens had their log-probabilities returned by then.
 
         Raises:
@@ -201,12 +201,9 @@ class Scheduler:
         self._intake.add_request(request, output_ids, num_scores)
 
     def abort_request(self, request_id: str) -> bool:
-        """End a request at once, whether it waits or runs [D13] [DR7]. No update of it follows.
+        """End a request at once, whether it waits or runs, and return whether there was one [D13] [DR7].
 
-        Its row and blocks are free at once; results in flight for it are dropped when they come.
-
-        Returns:
-            Whether there was such a request.
+        Its row and blocks are free at once. No update follows, and results in flight for it are dropped.
         """
         request = self._queues.get(request_id)
         if request is None:
@@ -339,6 +336,8 @@ class Scheduler:
         self.windows.widen(plan, num_running=len(running), is_alone=self.is_one_alone)
         if not plan.rows and not plan.new_rows:
             self.windows.go_ahead(plan, running, is_full=len(self._issued) >= self._depth.number)
+        if plan.drafts:
+            self._queues.turns_changed()
 
     def _issue(self, plan: PlanBuilder) -> ScheduledBatch:
         mtp = self.windows.wanted_guesses(plan, len(self._queues.running))

@@ -101,14 +101,24 @@ def test_the_first_token_waits_for_plans_that_are_ahead() -> None:
     assert uneven.time_per_token_s == pytest.approx(plain.time_per_token_s, rel=0.02)
 
 
-def test_over_a_long_wire_a_prompt_waits_for_the_decodes_that_wait_for_their_tokens() -> None:
+def test_over_a_wire_a_prompt_waits_for_the_decodes_that_wait_for_their_tokens() -> None:
+    wire = Link(kind="network", bytes_per_s=1e18, latency_s=0.004)
+    load = replace(LOAD, concurrency=2)
+    plain, ahead = (of([QUICK] * 2, replace(load, plans_ahead=count), wire) for count in (0, 1))
+    assert ahead.ttft_s - plain.ttft_s == pytest.approx(0.008 + 2 * ROW_S)  # a cycle of one decode
+    # Half a cycle, the decode that waits, and chunks of 8 tokens of which the last seven share a plan.
+    assert plain.ttft_s == pytest.approx(0.010 / 2 + (1 + 8 + 7 * 9 + 9) * ROW_S + 0.008)
+
+
+def test_over_a_long_wire_no_decode_waits_for_its_token_at_the_first_stage() -> None:
     wire = Link(kind="network", bytes_per_s=1e18, latency_s=0.05)
     load = replace(LOAD, concurrency=2)
     plain, ahead = (of([QUICK] * 2, replace(load, plans_ahead=count), wire) for count in (0, 1))
     assert plain.micro_batches == 1
-    assert ahead.ttft_s - plain.ttft_s == pytest.approx(0.1 + 2 * ROW_S)  # a cycle of one decode
-    # Half a cycle, the decode that waits, and chunks of 8 tokens of which the last seven share a plan.
-    assert plain.ttft_s == pytest.approx(0.102 / 2 + (1 + 8 + 7 * 9 + 9) * ROW_S + 0.1)
+    assert ahead.ttft_s == plain.ttft_s
+    # A decode under way may hold up its chunks: of 8 tokens, the last seven beside a decode.
+    own_s = (8 + 7 * 9 + 9) * ROW_S + 0.1
+    assert own_s <= plain.ttft_s <= own_s + ROW_S
 
 
 def test_the_times_of_a_prompt_spread_as_those_of_other_steps_do() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import msgspec
@@ -235,8 +235,8 @@ def changed_order(place: Callable[..., None]) -> Callable[..., None]:
 
     def place_youngest_first(placement: Placement, *arguments: object) -> None:
         draft, decoding, *others = arguments
-        assert isinstance(decoding, list)
-        place(placement, draft, decoding[::-1], *others)
+        assert isinstance(decoding, Collection)
+        place(placement, draft, [*decoding][::-1], *others)
 
     return place_youngest_first
 

@@ -130,11 +130,73 @@ def test_the_clock_of_plans_says_who_wants_a_decode() -> None:
     request.prefill_len, request.max_len = 3, 5
     decodes = []
     for request.num_scheduled in (2, 3, 4):  # at 4 both remaining tokens are on their way
+        queues.turns_changed()
         assert request.is_prefilling == (queues.prefilling() == [request])
-        decodes.append(queues.decoding() == [request])
+        decodes.append(list(queues.decoding()) == [request])
     assert decodes == [False, True, False]
     request.num_scheduled, request.num_unproven = 3, 1
+    queues.turns_changed()
     assert not queues.decoding(), "its beginning may not come"
+
+
+def fill_decoding(count: int, num_scheduled: int = 5) -> RequestQueues:
+    """Return queues whose requests all decode, and were all sampled in step 0."""
+    queues = fill(count)
+    for row in range(count):
+        admit_first(queues, row)
+    for request in queues.running:
+        request.num_scheduled, request.last_sampled_step = num_scheduled, 0
+    return queues
+
+
+def decode(queues: RequestQueues, arrivals: list[int], step_id: int) -> None:
+    """Have a plan run a decode of each of these requests."""
+    requests = [request for number in arrivals for request in queues.running if request.arrival == number]
+    for request in requests:
+        request.num_scheduled += 1
+        request.last_sampled_step = step_id
+    queues.decoded(requests)
+
+
+def test_decodes_come_longest_unsampled_first_and_then_oldest_first() -> None:
+    queues = fill_decoding(5)
+    turns: list[list[int]] = [[request.arrival for request in queues.decoding()]]
+    for step_id, arrivals in enumerate([[0, 1], [3, 2], [4, 0]], start=1):
+        decode(queues, arrivals, step_id)
+        turns.append([request.arrival for request in queues.decoding()])
+        queues.check_invariants()
+    assert turns == [[0, 1, 2, 3, 4], [2, 3, 4, 0, 1], [4, 0, 1, 2, 3], [1, 2, 3, 0, 4]]
+
+
+def test_a_request_whose_tokens_are_all_planned_decodes_no_more() -> None:
+    queues = fill_decoding(2, num_scheduled=8)  # of 10
+    assert queues.attended == 18
+    decode(queues, [0], 1)
+    assert [request.arrival for request in queues.decoding()] == [1]
+    assert queues.attended == 9
+    queues.check_invariants()
+
+
+def test_turns_are_the_same_kept_or_made_anew() -> None:
+    """Kept from plan to plan they say what a look at all running requests says, whatever happens."""
+    source, queues, step_id, row = Random(0), fill_decoding(3), 1, 3
+    for arrival in range(3, 200):
+        queues.add(make_state(arrival))
+    for _ in range(400):
+        match source.randrange(8):
+            case 0 if len(queues.running) < 8 and (queues.preempted or queues.waiting):
+                request = admit_first(queues, row)
+                request.num_scheduled, request.last_sampled_step = request.prefill_len, step_id
+            case 1 if len(queues.running) > 3:
+                queues.preempt_youngest()
+            case 2 if queues.running:
+                queues.remove(source.choice(queues.running))
+            case _:
+                ready = [request.arrival for request in queues.decoding()]
+                decode(queues, source.sample(ready, min(len(ready), 2)), step_id)
+        step_id, row = step_id + 1, row + 1
+        queues.check_invariants()
+    assert step_id == 401
 
 
 def reverse_running(queues: RequestQueues) -> None:

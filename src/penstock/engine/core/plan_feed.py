@@ -66,7 +66,7 @@ class PlanFeed:
         """Submit plans until the pipe is full, no request may run, or the pace allows no more."""
         if self._wire.wants_look and not self._look(executor, epoch):
             return
-        while len(self._steps) < self._scheduler.useful_depth + self._calibration.async_depth:
+        while len(self._steps) < self._scheduler.num_useful(self._calibration.async_depth):
             # Asked before a plan is made: making it changes the scheduler, so that it must then be issued.
             if not self._pace.allows_plan:
                 self._meta = NO_META  # neither held nor starved: ranks wait because the engine is slowed down
