@@ -73,7 +73,7 @@ class Calibrated:
         return replace(self.turns, shared=shared, alone=_corrected(self.turns.alone, rests[True]))
 
     def _with_ways(self, measured: Sequence[Measured], sizes: ModelSizes) -> Calibrated:
-        """Learn what is left of first tokens: where nobody else runs, and for each request that does.
+        """Learn what is left of first tokens: where nobody else runs, and where others do (`Turns.ways_s`).
 
         Relative errors are made least, as first tokens differ a hundredfold.
         """
@@ -86,7 +86,7 @@ class Calibrated:
         )
         others_s = max(
             0.0,
-            _weighted((others, rest_s - request_s, whole_s) for others, rest_s, whole_s in rests if others),
+            _weighted((math.sqrt(others), rest_s, whole_s) for others, rest_s, whole_s in rests if others),
         )
         return replace(self, turns=replace(self.turns, request_s=request_s, others_s=others_s))
 

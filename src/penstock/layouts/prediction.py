@@ -57,14 +57,22 @@ class Turns:
         shared: from a result to its plan, while other plans compute.
         alone: the same while no other plan computes: the core then finds a processor free.
         request_s: seconds that a request takes from the client to its first plan, and its first token from
-            the core back to the client.
-        others_s: seconds that these ways take besides, for each request that decodes meanwhile.
+            the core back to the client, if nobody else runs: all processes sleep when it comes.
+        others_s: the same while another request decodes, which keeps the processes awake.
     """
 
     shared: TurnTime = _NO_TIME
     alone: TurnTime = _NO_TIME
     request_s: float = 0.0
     others_s: float = 0.0
+
+    def ways_s(self, num_decoding: int) -> float:
+        """Return the seconds that the ways of a request and of its first token take beside so many decodes.
+
+        They grow like the root of the number. Of the curves that were tried on three recordings of five
+        layouts, lines among them, it fitted best (benchmarks/plan_accuracy.py).
+        """
+        return self.others_s * math.sqrt(num_decoding) if num_decoding else self.request_s
 
     def seconds(self, num_rows: int, *, alone: bool = False) -> float:
         """Return the seconds from a result to the plan that needs it, if that plan has so many rows.
@@ -334,10 +342,9 @@ class _Pipe:
         pass the pipe one after the other. While it runs, the decodes are split into at least as many plans as
         there are stages, and each chunk shares a plan with one part. Where they were in fewer plans before
         than fill the pipe, all decodes are under way when it comes, and its first chunk goes alone. The time
-        for which the sampled token is on its way back counts too, and so do `Turns.request_s` and
-        `Turns.others_s`.
+        for which the sampled token is on its way back counts too, and so does `Turns.ways_s`.
         """
-        stages, turns = len(self.times), self.load.turns
+        stages = len(self.times)
         busy_s, wait_s = [[0.0] * stages], 0.0
         decodes = first = NO_STEP
         if num_decoding:
@@ -375,7 +382,7 @@ class _Pipe:
             for free_s in busy_s * (_DRAWS if spread else 1)
         ]
         ends_s = statistics.fmean(passage.ends[-1] for passage in passages)
-        return wait_s + ends_s + self._way_back_s + turns.request_s + turns.others_s * num_decoding
+        return wait_s + ends_s + self._way_back_s + self.load.turns.ways_s(num_decoding)
 
     def _met(self, num_decoding: int, micro_batches: int, *, waiting: int) -> tuple[list[list[float]], float]:
         """Return what a prompt meets that comes while others decode, in so many plans that go round.

@@ -344,11 +344,11 @@ class RequestQueues:
                 turns.attended -= request.num_scheduled
 
     def turns_changed(self) -> None:
-        """Forget who decodes and who prefills, to look at all running requests again for the next plan.
+        """Forget which requests decode and which prefill, so that the next plan looks at all running ones.
 
         Call it when a running request ends its prompt, goes back to an earlier token, or no longer waits for
         blocks from the store. A decode alone changes no turn but its own (`decoded`), and most plans are
-        decodes, so that a plan does not look at all running requests.
+        decodes, so that few plans look at all running requests.
         """
         self._turns = None
 

@@ -89,7 +89,8 @@ def test_turns_between_steps_lengthen_them_and_are_bubbles() -> None:
     step_s = READ_S + 0.001 + 3 * 0.0005  # a plan of three decodes; the stage computes for a part of it
     met_s = READ_S / 2 * (READ_S / step_s)
     waits_less_s = READ_S / 2 - met_s
-    assert predicted.ttft_s == pytest.approx(plain.ttft_s - waits_less_s + 0.1 + 3 * 0.01, abs=1e-5)
+    assert predicted.ttft_s == pytest.approx(plain.ttft_s - waits_less_s + 3**0.5 * 0.01, abs=1e-5)
+    assert predicted.prefill_s == pytest.approx(plain.prefill_s + 0.1)
 
 
 def test_the_first_token_waits_for_plans_that_are_ahead() -> None:
