@@ -270,24 +270,32 @@ class _Pipe:
         seconds = {key: own.seconds(shape) for key, own in known.items()}
         return [seconds[id(stage)] for stage in times]
 
-    def _mixed_s(self, chunk: tuple[int, int], beside: StepShape, *, alone: bool) -> list[float]:
-        """Return the seconds that each stage takes for a plan with a chunk of a typical prompt, and decodes.
+    def _attention_s(self, decodes: StepShape, *, alone: bool) -> list[float]:
+        """Return the seconds by which what decodes attend to lengthens their plan, for each stage."""
+        whole_s = self._stage_s(decodes, alone=alone)
+        plain_s = self._stage_s(decodes._replace(attended=0), alone=alone)
+        return [whole - plain for whole, plain in zip(whole_s, plain_s, strict=True)]
+
+    def _mixed_s(
+        self, chunks: Sequence[tuple[int, int]], besides: Sequence[StepShape], *, alone: bool
+    ) -> list[list[float]]:
+        """Return, for each plan with a chunk of a typical prompt and decodes, the seconds of each stage.
 
         What the decodes attend to takes as long as in a plan of decodes alone.
 
         Args:
-            chunk: position and length.
-            beside: the decodes.
+            chunks: position and length of the chunk of each plan.
+            besides: the decodes of each plan.
+            alone: no other stage computes.
         """
-        start, count = chunk
-        samples = beside.samples + (start + count == self.load.mix.prompt)
-        shape = StepShape(count + beside.tokens, attended_by(start, count), samples)
-        seconds = self._stage_s(shape, alone=alone)
-        if not beside.tokens:
-            return seconds
-        decodes = self._stage_s(beside, alone=alone)
-        plain = self._stage_s(beside._replace(attended=0), alone=alone)
-        return [own + whole - rest for own, whole, rest in zip(seconds, decodes, plain, strict=True)]
+        attention_s = {beside: self._attention_s(beside, alone=alone) for beside in set(besides)}
+        mixed_s = []
+        for (start, count), beside in zip(chunks, besides, strict=True):
+            samples = beside.samples + (start + count == self.load.mix.prompt)
+            shape = StepShape(count + beside.tokens, attended_by(start, count), samples)
+            seconds = self._stage_s(shape, alone=alone)
+            mixed_s.append([own + more for own, more in zip(seconds, attention_s[beside], strict=True)])
+        return mixed_s
 
     def _cycle_s(self, running: int, micro_batches: int) -> float:
         """Return the cycle by which the scheduler chooses: it knows learnt costs alone, where there are any.
@@ -359,11 +367,7 @@ class _Pipe:
             busy_s, wait_s = self._met(num_decoding, number, waiting=waiting)
         chunks = self._chunks(decodes, first)
         besides = [first, *[decodes] * (len(chunks) - 1)]
-        is_alone = not num_decoding and 1 in (len(chunks), stages)
-        stage_s = [
-            self._mixed_s(chunk, beside, alone=is_alone)
-            for chunk, beside in zip(chunks, besides, strict=True)
-        ]
+        stage_s = self._mixed_s(chunks, besides, alone=not num_decoding and 1 in (len(chunks), stages))
         hops_s = [
             self._hops_s(count + beside.tokens) for (_, count), beside in zip(chunks, besides, strict=True)
         ]
