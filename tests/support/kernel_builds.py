@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch  # noqa: F401  (before any library: it brings the OpenMP runtime)
 
-from penstock.kernels.cpu.compiler import Built, Machine, build
+from penstock.kernels.cpu.compiler import Built, Machine, NotBuilt, build
 from penstock.kernels.cpu.library import open_library
 
 # The matrix unit in plain C++ (emulated_tiles.h), for a CPU without one. Builds are found again by their
@@ -85,11 +85,18 @@ def every_target() -> list[str]:
 
 
 @functools.cache
-def build_for(flags: str) -> Built:
-    """The library built with these flags after our own. Skips the test where there is no compiler."""
+def _tried(flags: str) -> Built | NotBuilt:
     wanted = " ".join([flags, os.environ.get("PENSTOCK_CXXFLAGS", "")])  # such as a sanitizer's
     environ = {**os.environ, "PENSTOCK_CACHE_DIR": str(cache_directory()), "PENSTOCK_CXXFLAGS": wanted}
-    result = build(environ, Machine.detect(), seconds=SECONDS)
+    return build(environ, Machine.detect(), seconds=SECONDS)
+
+
+def build_for(flags: str) -> Built:
+    """The library built with these flags after our own. Skips the test where there is no compiler.
+
+    What cannot be built is tried once, and not by every test.
+    """
+    result = _tried(flags)
     if not isinstance(result, Built) and result.cause == "no compiler":
         pytest.skip(result.reason)
     assert isinstance(result, Built), result.reason

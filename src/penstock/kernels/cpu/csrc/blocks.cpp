@@ -19,6 +19,8 @@ struct Fetching {
 template <int64_t type, int rows>
 struct RowsProduct {
     static constexpr BlockForm kForm = kFormOf<type>;
+    static constexpr int kAtOnce = registers_at_once(rows, kForm.high_bits ? 2 : 1);
+    using Sums = QuadSums<rows, kForm.largest(), kAtOnce>;
 
     Fetching fetching;
     bool is_halved;  // activations have two groups in a unit
@@ -55,8 +57,8 @@ private:
     template <int quads>
     [[gnu::always_inline]] void add_group(const uint8_t* unit, int first, const RecordScales<type>& scales, int64_t group) {
 #pragma GCC unroll 4
-        for (int part = 0; part < kParts; part += kPartsAtOnce) {
-            QuadSums<rows, kForm.largest()> sums;
+        for (int part = 0; part < kParts; part += kAtOnce) {
+            Sums sums;
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) sums.begin(r, start_of(*rounded[r]));
             const auto weights = [unit, part, first](int quad, int i) __attribute__((always_inline)) {
@@ -64,7 +66,7 @@ private:
             };
             sums.template add<quads>(weights, values);
 #pragma GCC unroll 4
-            for (int i = 0; i < kPartsAtOnce; i++) add_sums(sums.of, i, part + i, scales, group);
+            for (int i = 0; i < kAtOnce; i++) add_sums(sums.of, i, part + i, scales, group);
         }
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
@@ -80,11 +82,11 @@ private:
 
     // Where the sums of a row start: at minus the format's zero times the sum of its activations.
     [[gnu::always_inline]] static i32r start_of(const RoundedGroup& rounded) {
-        return (QuadSums<rows, kForm.largest()>::kTakesSigned ? 0 : rounded.start * kForm.zero) - i32r{};
+        return (Sums::kTakesSigned ? 0 : rounded.start * kForm.zero) - i32r{};
     }
 
     // Adds sums to the results for register `part` of the outputs: as floats, in one order everywhere.
-    [[gnu::always_inline]] void add_sums(const i32r (*sums)[kPartsAtOnce], int i, int part,
+    [[gnu::always_inline]] void add_sums(const i32r (*sums)[kAtOnce], int i, int part,
                                          const RecordScales<type>& scales, int64_t group) {
         const f32r scale = scales.scale(group, part * kRegister);
 #pragma GCC unroll 12
@@ -119,13 +121,14 @@ struct PanelProduct {
     }
 
 private:
-    // If the rows pass in one turn, lines that are not read in the order of memory are fetched ahead, since the
-    // processor fetches few of them by itself; the distance was measured (docs/perf-log.md). With more turns, each turn
+    // If the rows pass in one turn, lines are fetched ahead that the processor is late with: those that are not read in
+    // the order of memory, or all of them. The distances were measured (docs/perf-log.md). With more turns, each turn
     // fetches its part of the next panel, so that memory does not wait while rows pass by this panel again.
     Fetching fetching(int turn, int turns) const {
-        constexpr bool kIsInOrder = kForm.high_bits == 0 && !kForm.has_scales();
-        constexpr int64_t kAhead = 8192, kUnits = kForm.inputs / kUnitInputs, kShare = kForm.record_bytes() / kUnits;
-        if (turns == 1) return {records + kAhead, kIsInOrder ? 0 : kShare};
+        constexpr bool kIsLate = kFetchesForFew || kForm.high_bits > 0 || kForm.has_scales();
+        constexpr int64_t kAhead = kFetchesForFew ? kAheadForFew : 8192;
+        constexpr int64_t kUnits = kForm.inputs / kUnitInputs, kShare = kForm.record_bytes() / kUnits;
+        if (turns == 1) return {records + kAhead, kIsLate ? kShare : 0};
         const int64_t bytes = in_size / kForm.inputs * kForm.record_bytes();
         return {records + bytes + bytes * turn / turns, kShare / turns};
     }

@@ -55,13 +55,21 @@ INLINE f32r add_products(f32r total, const float* weights, float value) {
     return fma(own, value - f32r{}, total);
 }
 
-// Fetches 128 bytes that are needed later. With few rows the processor's own prefetching keeps up, and this would be in
-// its way; with more rows the processor lags behind. The bytes go to the second-level cache, since the first has too
-// few buffers. Rows and distances were measured (docs/perf-log.md): the gain is up to a third.
+// Whether weights are fetched ahead for however few rows. With AVX-512 the processor's own prefetching keeps up with few
+// rows, and this would be in its way; it lags behind on processors with AVX2 alone.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool kFetchesForFew = true;
+#else
+constexpr bool kFetchesForFew = false;
+#endif
+constexpr int64_t kAheadForFew = 3072;  // bytes; measured (docs/perf-log.md)
+
+// Fetches 128 bytes that are needed later. The bytes go to the second-level cache, since the first has too few buffers.
+// Rows and distances were measured (docs/perf-log.md): the gain is up to a third.
 template <int rows>
 INLINE void fetch_ahead(const void* weights) {
-    if (rows <= 4) return;
-    const char* at = (const char*)weights + (rows <= 6 ? 6144 : 8192);
+    if (rows <= 4 && !kFetchesForFew) return;
+    const char* at = (const char*)weights + (rows <= 4 ? kAheadForFew : rows <= 6 ? 6144 : 8192);
     __builtin_prefetch(at, 0, 2);
     __builtin_prefetch(at + 64, 0, 2);
 }

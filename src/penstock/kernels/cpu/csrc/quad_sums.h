@@ -68,18 +68,21 @@ INLINE int32_t quad_at(const int8_t* x) {
 #endif
 
 // Rows that go over a panel at once, and registers of its 32 outputs that are summed at once: as many sums and results
-// as there are registers for.
+// as there are registers for. `planes` are those that a weight is put together from.
 constexpr int kParts = kPanel / kRegister;
 #if defined(__AVX512F__)
-constexpr int kRowsAtOnce = 5, kPartsAtOnce = kParts;
+constexpr int kRowsAtOnce = 5;
+constexpr int registers_at_once(int, int) { return kParts; }
 #elif defined(__AVX2__)
-constexpr int kRowsAtOnce = 4, kPartsAtOnce = 1;
+constexpr int kRowsAtOnce = 4;
+constexpr int registers_at_once(int rows, int planes) { return rows <= 3 && planes == 1 ? kParts : 1; }
 #else
-constexpr int kRowsAtOnce = 1, kPartsAtOnce = 1;
+constexpr int kRowsAtOnce = 1;
+constexpr int registers_at_once(int, int) { return 1; }
 #endif
 
-// Sums of products of bytes for some rows. `largest` is the largest q.
-template <int rows, int largest>
+// Sums of products of bytes for some rows and `parts` registers of outputs. `largest` is the largest q.
+template <int rows, int largest, int parts>
 struct QuadSums {
 #if defined(PENSTOCK_ADDS_IN_16_BITS)
     // How many quads' products with activations (at most 127 in magnitude) fit 16 bits when added up. A 16-bit lane
@@ -93,11 +96,11 @@ struct QuadSums {
     static constexpr bool kTakesSigned = false;
 #endif
 
-    i32r of[rows][kPartsAtOnce];
+    i32r of[rows][parts];
 
     // Starts the sums of row `r`.
     [[gnu::always_inline]] void begin(int r, i32r start) {
-        for (int i = 0; i < kPartsAtOnce; i++) of[r][i] = start;
+        for (int i = 0; i < parts; i++) of[r][i] = start;
     }
 
     // `weights(quad, i)` is register i of a quad.
@@ -112,7 +115,7 @@ struct QuadSums {
 #pragma GCC unroll 8
         for (int quad = 0; quad < quads; quad++)
 #pragma GCC unroll 8
-            for (int i = 0; i < kPartsAtOnce; i++) {
+            for (int i = 0; i < parts; i++) {
                 const i32r own = weights(quad, i);
 #pragma GCC unroll 12
                 for (int r = 0; r < rows; r++)
@@ -123,6 +126,12 @@ struct QuadSums {
 
 #if defined(PENSTOCK_ADDS_IN_16_BITS)
 private:
+    // Else GCC adds pairwise, and runs out of registers.
+    template <class Sum>
+    [[gnu::always_inline]] static void keep_order(Sum& sum) {
+        asm("" : "+x"(sum));
+    }
+
     [[gnu::always_inline]] static __m256i row_quad(const int8_t* x, int quad) {
         return _mm256_set1_epi32(quad_at(x + quad * kQuad));
     }
@@ -132,19 +141,23 @@ private:
         constexpr int kAtOnce = kFitting < quads ? kFitting : quads;
         const __m256i ones = _mm256_set1_epi16(1);
         for (int first = 0; first < quads; first += kAtOnce) {
-            __m256i halves[rows];
+            __m256i halves[rows][parts];
 #pragma GCC unroll 8
-            for (int quad = first; quad < first + kAtOnce; quad++) {
-                const __m256i own = (__m256i)weights(quad, 0);
+            for (int quad = first; quad < first + kAtOnce; quad++)
+#pragma GCC unroll 4
+                for (int i = 0; i < parts; i++) {
+                    const __m256i own = (__m256i)weights(quad, i);
 #pragma GCC unroll 12
-                for (int r = 0; r < rows; r++) {
-                    const __m256i products = _mm256_maddubs_epi16(own, row_quad(x[r], quad));
-                    halves[r] = quad == first ? products : _mm256_add_epi16(halves[r], products);
-                    asm("" : "+x"(halves[r]));  // else GCC adds pairwise, and runs out of registers
+                    for (int r = 0; r < rows; r++) {
+                        const __m256i products = _mm256_maddubs_epi16(own, row_quad(x[r], quad));
+                        halves[r][i] = quad == first ? products : _mm256_add_epi16(halves[r][i], products);
+                        keep_order(halves[r][i]);
+                    }
                 }
-            }
 #pragma GCC unroll 12
-            for (int r = 0; r < rows; r++) of[r][0] += (i32r)_mm256_madd_epi16(halves[r], ones);
+            for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+                for (int i = 0; i < parts; i++) of[r][i] += (i32r)_mm256_madd_epi16(halves[r][i], ones);
         }
     }
 
@@ -152,14 +165,17 @@ private:
     [[gnu::always_inline]] void add_signed(const Weights& weights, const int8_t* const* x) {
         const __m256i ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 8
-        for (int quad = 0; quad < quads; quad++) {
-            const __m256i own = (__m256i)(weights(quad, 0) ^ (int32_t)0x80808080), magnitude = _mm256_abs_epi8(own);
+        for (int quad = 0; quad < quads; quad++)
+#pragma GCC unroll 4
+            for (int i = 0; i < parts; i++) {
+                const __m256i own = (__m256i)(weights(quad, i) ^ (int32_t)0x80808080), magnitude = _mm256_abs_epi8(own);
 #pragma GCC unroll 12
-            for (int r = 0; r < rows; r++) {
-                const __m256i with = _mm256_sign_epi8(row_quad(x[r], quad), own);
-                of[r][0] += (i32r)_mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, with), ones);
+                for (int r = 0; r < rows; r++) {
+                    const __m256i with = _mm256_sign_epi8(row_quad(x[r], quad), own);
+                    of[r][i] += (i32r)_mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, with), ones);
+                    keep_order(of[r][i]);
+                }
             }
-        }
     }
 #endif
 };

@@ -221,9 +221,10 @@ private:
         });
     }
 
-    // One register of outputs after the other: so the sums of all rows, and what is made of the weights, fit.
+    // Some registers of outputs after the others: so the sums of all rows, and what is made of the weights, fit.
     template <int rows, bool has_zeros>
     [[gnu::always_inline]] void rows_in_16_bits(int64_t first_row, int64_t panel, float* tile) const {
+        constexpr int kAtOnce = registers_at_once(rows, 1);
         memset(tile, 0, rows * kPanel * sizeof(float));
         for_parts(panel, 0, num_parts(), [&](const Group& group, int64_t part, int64_t start, int64_t count,
                                              const uint8_t* from) __attribute__((always_inline)) {
@@ -231,35 +232,40 @@ private:
             i32r zeros[kParts];
             split(group.scale_low, group.scale_high, scales);
             split(group.zero_low, group.zero_high, zeros);
+            for (int64_t line = 0; line < quantized_panel_bytes(count, bits); line += kCacheLine)
+                __builtin_prefetch(from + kAheadForFew + line, 0, 2);
 #pragma GCC unroll 4
-            for (int i = 0; i < kParts; i++) {
-                QuadSums<rows, (1 << bits) - 1> sums;
+            for (int first = 0; first < kParts; first += kAtOnce) {
+                QuadSums<rows, (1 << bits) - 1, kAtOnce> sums;
                 const int8_t* values[rows];
 #pragma GCC unroll 4
                 for (int r = 0; r < rows; r++) {
                     const RoundedGroup& rounded = x.groups(first_row + r)[part];
-                    sums.begin(r, start_of<has_zeros>(rounded, zeros[i]));
+                    for (int i = 0; i < kAtOnce; i++) sums.of[r][i] = start_of<has_zeros>(rounded, zeros[first + i]);
                     values[r] = x.values(first_row + r) + start;
                 }
-                add_register(sums, from + i * sizeof(i32r), values, count);
+                add_registers(sums, from + first * sizeof(i32r), values, count);
 #pragma GCC unroll 4
-                for (int r = 0; r < rows; r++) {
-                    float* result = tile + r * kPanel + i * kRegister;
-                    const f32r scale = scales[i] * (x.groups(first_row + r)[part].scale - f32r{});
-                    store(result, fma(__builtin_convertvector(sums.of[r][0], f32r), scale, load_register(result)));
-                }
+                for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+                    for (int i = 0; i < kAtOnce; i++) {
+                        float* result = tile + r * kPanel + (first + i) * kRegister;
+                        const f32r scale = scales[first + i] * (x.groups(first_row + r)[part].scale - f32r{});
+                        store(result, fma(__builtin_convertvector(sums.of[r][i], f32r), scale, load_register(result)));
+                    }
             }
         });
     }
 
-    // Adds the products of `count` inputs, of 4 bits, for one register of outputs. `values` is zero from the row's end.
-    template <int rows, int largest>
-    [[gnu::always_inline]] static void add_register(QuadSums<rows, largest>& sums, const uint8_t* from,
-                                                    const int8_t* (&values)[rows], int64_t count) {
+    // Adds the products of `count` inputs, of 4 bits, for some registers of outputs. `values` is zero from the row's
+    // end.
+    template <int rows, int largest, int parts>
+    [[gnu::always_inline]] static void add_registers(QuadSums<rows, largest, parts>& sums, const uint8_t* from,
+                                                     const int8_t* (&values)[rows], int64_t count) {
         constexpr int kOfLine = 2;  // quads
-        const auto weights = [&from](int quad, int) __attribute__((always_inline)) {
+        const auto weights = [&from](int quad, int i) __attribute__((always_inline)) {
             i32r words;
-            memcpy(&words, from + quad / kOfLine * kPanel * kQuad, sizeof(words));
+            memcpy(&words, from + quad / kOfLine * kPanel * kQuad + i * sizeof(words), sizeof(words));
             return words >> quad % kOfLine * 4 & 0x0f0f0f0f;
         };
         const auto pass = [&](int quads) __attribute__((always_inline)) {
