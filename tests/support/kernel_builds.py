@@ -27,9 +27,11 @@ EMULATED_TILES = (
 
 _V3 = ("avx2", "fma", "bmi1", "bmi2", "f16c", "movbe")
 
+NATIVE = "-march=native"
+
 # What a CPU must have to run code for a target, in the words of /proc/cpuinfo.
 _NEEDED = {
-    "-march=native": (),
+    NATIVE: (),
     "-march=native -mno-amx-tile": ("amx_tile",),
     "-march=x86-64-v4": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
     "-march=x86-64-v3": _V3,
@@ -79,24 +81,32 @@ def every_target() -> list[str]:
     """The flags that this machine can run."""
     machine = Machine.detect()
     if machine.architecture != "x86_64":
-        return ["-march=native"]
+        return [NATIVE]
     own = [flags for flags, needed in _NEEDED.items() if set(needed) <= set(machine.cpu_flags)]
     return own if "amx_tile" in machine.cpu_flags else [*own, EMULATED_TILES]
 
 
+def build_environment(flags: str) -> dict[str, str]:
+    """The environment in which a library with these flags is built, and found again.
+
+    That of native flags is the one of engines, which tests start too: both share one build.
+    """
+    further = os.environ.get("PENSTOCK_CXXFLAGS", "")  # such as a sanitizer's
+    if flags == NATIVE and not further:
+        return dict(os.environ)
+    folder = str(cache_directory())
+    return {**os.environ, "PENSTOCK_CACHE_DIR": folder, "PENSTOCK_CXXFLAGS": f"{flags} {further}".rstrip()}
+
+
 @functools.cache
-def _tried(flags: str) -> Built | NotBuilt:
-    wanted = " ".join([flags, os.environ.get("PENSTOCK_CXXFLAGS", "")])  # such as a sanitizer's
-    environ = {**os.environ, "PENSTOCK_CACHE_DIR": str(cache_directory()), "PENSTOCK_CXXFLAGS": wanted}
-    return build(environ, Machine.detect(), seconds=SECONDS)
+def try_build(flags: str) -> Built | NotBuilt:
+    """Build the library once: what cannot be built is not tried anew by every test."""
+    return build(build_environment(flags), Machine.detect(), seconds=SECONDS)
 
 
 def build_for(flags: str) -> Built:
-    """The library built with these flags after our own. Skips the test where there is no compiler.
-
-    What cannot be built is tried once, and not by every test.
-    """
-    result = _tried(flags)
+    """The library built with these flags after our own. Skips the test where there is no compiler."""
+    result = try_build(flags)
     if not isinstance(result, Built) and result.cause == "no compiler":
         pytest.skip(result.reason)
     assert isinstance(result, Built), result.reason
@@ -104,6 +114,6 @@ def build_for(flags: str) -> Built:
 
 
 @functools.cache
-def built(flags: str = "-march=native") -> ctypes.CDLL:
+def built(flags: str = NATIVE) -> ctypes.CDLL:
     """The loaded library, its functions with the types that their sources declare."""
     return open_library(build_for(flags))

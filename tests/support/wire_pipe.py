@@ -38,7 +38,8 @@ class WirePipe(FakeExecutor):
         super().__init__(**(others | {"latency": None, "min_lag": 1}))
         self.hop_s = self.return_s = self.token_s = 0.0
         self.is_silent = False
-        self.most_in_flight = 0
+        self.most_in_flight = 0  # plans with rows
+        self._probe_step = -1
         self._clock = clock
         self._stages = stages
         self._free_at = [0.0] * len(stages)
@@ -53,7 +54,11 @@ class WirePipe(FakeExecutor):
 
     def submit_plan(self, plan: ScheduledBatch) -> int:
         digest = super().submit_plan(plan)
-        self.most_in_flight = max(self.most_in_flight, self.num_inflight)
+        if plan.rows:
+            probes = self._probe_step > self._returned_step
+            self.most_in_flight = max(self.most_in_flight, self.num_inflight - probes)
+        else:
+            self._probe_step = plan.step_id
         shape = StepShape.of(plan)
         sources = [self._back_at[step] for step in plan.token_from if step != KNOWN]
         ready = max([self._clock.now, *sources])

@@ -103,10 +103,11 @@ class Placement:
         prefill_tokens = self._count_prefill_tokens()
         self.has_prompts = prefill_tokens > 0
         decoding = self._queues.decoding()
-        self.num_micro_batches = self._choose_micro_batches(len(decoding), prefill_tokens)
+        num_decoding = len(decoding)  # kept: those that get their last token here leave `decoding`
+        self.num_micro_batches = self._choose_micro_batches(num_decoding, prefill_tokens)
         self._place_decodes(plan, decoding, prefill_tokens, returned_step)
         if prefill_tokens:
-            budget = self._prompt_budget(plan, bool(decoding), prefill_tokens + prefill_in_flight)
+            budget = self._prompt_budget(plan, num_decoding > 0, prefill_tokens + prefill_in_flight)
             self._place_chunks(plan, budget)
             self._admit(plan, budget, newcomers)
 
@@ -137,6 +138,13 @@ class Placement:
     def may_prefill(self) -> bool:
         """Whether a plan made now might run prompts; one may have come since the last plan."""
         return self._count_prefill_tokens() > 0
+
+    @property
+    def num_covering(self) -> int:
+        """The plans that decode each request once: the micro-batches, or more where plans take few tokens."""
+        number = len(self._queues.decoding())
+        quota = self._budget.decode_quota(number, 0, self.num_micro_batches)
+        return max(self.num_micro_batches, -(-number // quota)) if number else self.num_micro_batches
 
     def _count_prefill_tokens(self) -> int:
         """Return how many prompt tokens could run now; if a row is free, those of the line count, too."""

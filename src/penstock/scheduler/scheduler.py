@@ -153,17 +153,19 @@ class Scheduler:
         """The most tokens (prompt + output) of a request: the model's limit or the KV pool's, if smaller."""
         return self._intake.max_len
 
-    def num_useful(self, ahead: int) -> int:
+    def num_useful(self, ahead: int, num_probes: int = 0) -> int:
         """Return how many plans in flight are worth having: as many as fill the pipe, and `ahead` of them.
 
         More micro-batches than that fill the pipe instead. With fewer, unless prompts run or windows of
         guesses follow each other, one more plan waits at the first stage for its token; but over long wires
-        none does, since a prompt would wait behind it for a whole round.
+        none does, nor for a probe (`num_probes` are in flight), since prompts would wait behind it.
         """
         number, full = self._placement.num_micro_batches, self._depth.number
         if number >= full or self._placement.may_prefill or self.windows.is_streaming:
             return max(full, number) + ahead
-        return number if self._depth.wire.is_long else number + 1 + ahead
+        if self._depth.wire.is_long:
+            return min(full, self._placement.num_covering + num_probes)
+        return number + 1 + ahead
 
     @property
     def is_one_alone(self) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
 import pytest
 
-from kernel_builds import build_for, cache_directory
+from kernel_builds import build_environment, build_for
 from penstock.cli import kernels as cli_kernels
 from penstock.cli.program import run
 from penstock.cli.terminal import Invocation
@@ -21,15 +20,9 @@ def kernels(*words: str, **environ: str) -> tuple[int, str, str]:
     return run(["kernels", *words], invocation), out.getvalue(), err.getvalue()
 
 
-def environ_of_tests(**more: str) -> dict[str, str]:
-    """Where, and with which flags, the tests' own builds are found in the cache."""
-    flags = " ".join(["-march=native", os.environ.get("PENSTOCK_CXXFLAGS", "")])
-    return {**os.environ, "PENSTOCK_CACHE_DIR": str(cache_directory()), "PENSTOCK_CXXFLAGS": flags, **more}
-
-
 def test_build_shows_compiler_flags_isa_time_and_place() -> None:
     made = build_for("-march=native")
-    code, out, err = kernels("build", **environ_of_tests())
+    code, out, err = kernels("build", **build_environment("-march=native"))
     assert (code, err) == (0, "")
     rows = dict(line.split(maxsplit=1) for line in out.splitlines())
     assert list(rows) == ["compiler", "flags", "isa", "seconds", "path"]
@@ -41,7 +34,9 @@ def test_build_shows_compiler_flags_isa_time_and_place() -> None:
 
 
 def test_build_without_a_compiler_is_exit_1_with_the_remedy() -> None:
-    code, out, err = kernels("build", **environ_of_tests(PENSTOCK_CXX="/nonexistent/g++"))
+    code, out, err = kernels(
+        "build", **build_environment("-march=native") | {"PENSTOCK_CXX": "/nonexistent/g++"}
+    )
     assert (code, out) == (1, "")
     first, second = err.splitlines()
     assert first.startswith("error: no kernels were built: no C++ compiler found")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kernel_builds import build_for, built, cache_directory, targets
+from kernel_builds import build_environment, build_for, built, targets
 from penstock.errors import UsageError
 from penstock.kernels.cpu import library
 from penstock.kernels.cpu.compiler import Built, Compiler, NotBuilt, read_sources
@@ -205,12 +205,7 @@ def test_a_process_without_torch_can_load_too() -> None:
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
         "print(loaded.isa, loaded.reason, sep='|')\n"
     )
-    environ = {
-        **os.environ,
-        "PENSTOCK_CACHE_DIR": str(cache_directory()),
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    environ["PENSTOCK_CXXFLAGS"] = " ".join(["-march=native", os.environ.get("PENSTOCK_CXXFLAGS", "")])
+    environ = {**build_environment("-march=native"), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=120, check=False
     )

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 
 from fakes import taught
+from penstock.batch import ScheduledBatch
+from penstock.config.engine import SchedulerConfig
 from penstock.engine.core.plan_depth import WireDepth
 from penstock.scheduler.chunking import FixedBudget, TokenBudget
 from penstock.scheduler.cost_model import CostModel, StageCost, StepShape, attended_by
 from penstock.scheduler.pacing import MIN_CHUNK, FixedDepth, Pacing, PlanDepth, WireTime, cycle_seconds
+from wire_pipe import WireRig
 
 NOTHING = StepShape(0, 0, 0)
 WEIGHT_BOUND = StageCost(read=0.030, per_token=0.002)  # two stages on one memory, both reading
@@ -233,3 +236,25 @@ def test_the_end_of_a_prompt_may_have_any_length() -> None:
     budget = pacing(taught(cheap), num_stages=1).prompt_budget(NOTHING, anybody_decodes=False, backlog=37)
     assert budget is not None
     assert budget.take(0, 37) == 37
+
+
+def test_a_prompt_beside_the_last_decode_of_all_is_cut_as_beside_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    cost = StageCost(read=0.010, per_token=1e-4)
+    one = WireRig(cost, cost, scheduler=SchedulerConfig(prefill_chunk=512, inter_token_target_ms=30))
+    beside: list[list[int]] = []
+    submit = one.pipe.submit_plan
+
+    def submit_and_note(plan: ScheduledBatch) -> int:
+        if plan.num_tokens[:1] == [1] and len(plan.rows) > 1:
+            beside.append(list(plan.num_tokens))
+        return submit(plan)
+
+    monkeypatch.setattr(one.pipe, "submit_plan", submit_and_note)
+    one.add("A", 4, max_tokens=8, ignore_eos=True)
+    while len(one.tokens("A")) < 4:
+        one.run(1e-3)
+    one.add("B", 2000, max_tokens=1, ignore_eos=True)
+    one.run(1.0)
+    assert len(one.tokens("A")) == 8
+    assert len(beside) > 1
+    assert len({chunk for _, chunk in beside}) == 1, "the last is no longer, though nobody decodes behind it"

@@ -51,6 +51,7 @@ class PlanFeed:
         self._operations = operations
         self._calibration = calibration
         self._wire = wire
+        self._probe_step = -1  # the newest probe
         self._meta = _STARVED  # what the next plan will say about why it is not issued now
 
     @property
@@ -66,7 +67,7 @@ class PlanFeed:
         """Submit plans until the pipe is full, no request may run, or the pace allows no more."""
         if self._wire.wants_look and not self._look(executor, epoch):
             return
-        while len(self._steps) < self._scheduler.num_useful(self._calibration.async_depth):
+        while len(self._steps) < self._scheduler.num_useful(self._calibration.async_depth, self._num_probes):
             # Asked before a plan is made: making it changes the scheduler, so that it must then be issued.
             if not self._pace.allows_plan:
                 self._meta = NO_META  # neither held nor starved: ranks wait because the engine is slowed down
@@ -81,7 +82,13 @@ class PlanFeed:
 
     def probe(self, executor: Executor, epoch: int) -> None:
         """Submit a probe, a plan without requests; its result proves that all stages work."""
-        self._submit(self._scheduler.plan_probe(self._steps.next_step), executor, epoch)
+        self._probe_step = self._steps.next_step
+        self._submit(self._scheduler.plan_probe(self._probe_step), executor, epoch)
+
+    @property
+    def _num_probes(self) -> int:
+        """How many of the plans in flight are probes; one at most, since each goes into an empty pipe."""
+        return int(len(self._steps) > 0 and self._probe_step >= self._steps.oldest_step)
 
     def learn(self, now: float, executor: Executor) -> None:
         """Learn the costs of plans and wires (links between hosts) from the stages' reports.
